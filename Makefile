@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` need nothing but a fresh clone, a C++17 compiler and a Python >= 3.12
+# somewhere tools/find_python looks. Everything lands in .venv/ and build/; `make clean` removes it.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+
+# JAX_ULYSSES_CUDA=ON|OFF|AUTO reaches CMake through pyproject.toml (AUTO: where nvcc is found).
+export JAX_ULYSSES_CUDA ?= AUTO
+# Two compilers at a time on a small machine: an nvcc run of a CUTLASS kernel takes gigabytes.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
+ifneq ($(shell command -v ccache),)
+export CMAKE_CXX_COMPILER_LAUNCHER ?= ccache
+export CMAKE_CUDA_COMPILER_LAUNCHER ?= ccache
+endif
+
+NATIVE := CMakeLists.txt $(shell find cmake cuda ffi -type f \
+  \( -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cmake' \
+     -o -name CMakeLists.txt \) 2>/dev/null)
+CXX_FILES = $(filter %.cc %.cu %.cuh %.h,$(NATIVE))
+PY_DIRS := $(wildcard jax_ulysses ffi pallas models tests benchmarks examples docs tools)
+
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+CMAKE = $(BIN)/cmake
+CTEST = $(BIN)/ctest --output-on-failure --no-tests=error
+# sphinx: warnings are errors; -n is left out because jaxtyping's annotations have no pages.
+SPHINX_ARGS ?= -W --keep-going
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test pytest ctest tsan fuzz lint format docs wheel test-latest clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+# --- environment ------------------------------------------------------------------------------
+
+# tools/find_python says in one line what is missing, and then nothing else runs.
+$(PY):
+	@python=$$(tools/find_python) && echo "$(VENV): from $$python" && \
+	  $$python -m venv $(VENV)
+
+$(VENV)/.build-tools: pyproject.toml tools/requirements.py | $(PY)
+	$(PY) tools/requirements.py build > $(VENV)/build.txt
+	$(PIP) install "ninja>=1.11" "cmake>=3.26" -r $(VENV)/build.txt
+	@touch $@
+
+# Editable, without build isolation: the build tree in build/ then outlives the install, and a
+# changed C++ file costs its own compilation only.
+$(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.build-tools
+	$(PIP) install --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.extra-%: pyproject.toml $(VENV)/.build-tools
+	$(PY) tools/requirements.py $* > $(VENV)/$*.txt
+	$(PIP) install -r $(VENV)/$*.txt
+	@touch $@
+
+# --- what people run --------------------------------------------------------------------------
+
+demo: $(VENV)/.installed $(VENV)/.extra-flax  ## train a small transformer on 8 virtual devices
+	$(PY) -m jax_ulysses.models.train $(DEMO_ARGS)
+
+test: pytest ctest  ## everything: pytest, then the C++ tests
+
+# The pytest script, never `python -m pytest`: that puts the source tree on sys.path.
+pytest: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## the Python tests
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## a long random search
+	HYPOTHESIS_PROFILE=long $(BIN)/pytest -m fuzz --timeout=3600 $(PYTEST_ARGS)
+
+ctest: $(VENV)/.build-tools  ## the C++ tests
+	$(CMAKE) -S . -B build/ctest -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython_EXECUTABLE=$(abspath $(PY)) -DJAX_ULYSSES_BUILD_TESTS=ON
+	$(CMAKE) --build build/ctest
+	$(CTEST) --test-dir build/ctest
+
+tsan: $(VENV)/.build-tools  ## the C++ tests under ThreadSanitizer
+	$(CMAKE) -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython_EXECUTABLE=$(abspath $(PY)) -DJAX_ULYSSES_BUILD_TESTS=ON \
+	  -DJAX_ULYSSES_CUDA=OFF -DJAX_ULYSSES_SANITIZE=thread
+	$(CMAKE) --build build/tsan
+	$(CTEST) --test-dir build/tsan
+
+# --- what contributors and CI run -------------------------------------------------------------
+
+lint: $(VENV)/.installed $(VENV)/.extra-dev  ## every static check
+	$(PY) tools/check_files.py
+	$(BIN)/ruff check $(PY_DIRS)
+	$(BIN)/ruff format --check $(PY_DIRS)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+	tools/buildifier -mode=check -lint=warn BUILD
+	$(BIN)/codespell
+	tools/typing_tree $(PY)
+	$(BIN)/pyrefly check --python-interpreter-path $(PY)
+
+format: $(VENV)/.extra-dev  ## rewrite files the way `make lint` wants them
+	$(BIN)/ruff check --fix $(PY_DIRS)
+	$(BIN)/ruff format $(PY_DIRS)
+	$(BIN)/clang-format -i $(CXX_FILES)
+	tools/buildifier BUILD
+
+docs: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-docs  ## HTML pages in build/docs
+	JAX_PLATFORMS=cpu $(BIN)/sphinx-build $(SPHINX_ARGS) -b html docs build/docs
+
+wheel: $(VENV)/.extra-dev  ## sdist and wheel in dist/
+	rm -rf dist
+	$(PY) -m build --outdir dist .
+
+# The newest released JAX, in an environment of its own, built against its own headers. The
+# sources are copied so that the two builds do not share a tree.
+test-latest:  ## the tests against the newest JAX
+	$(MAKE) VENV=build/venv-latest build/venv-latest/.latest
+	build/venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
+	build/venv-latest/bin/pytest $(PYTEST_ARGS)
+
+build/venv-latest/.latest: pyproject.toml $(NATIVE) build/venv-latest/bin/python
+	build/venv-latest/bin/python tools/requirements.py --without jax build > $(VENV)/build.txt
+	build/venv-latest/bin/python tools/requirements.py flax test > $(VENV)/extras.txt
+	$(PIP) install --upgrade jax jaxlib "ninja>=1.11" "cmake>=3.26" \
+	  -r $(VENV)/build.txt -r $(VENV)/extras.txt
+	$(PIP) install --no-build-isolation -C build-dir=build/latest -e .
+	@touch $@
+
+clean:  ## remove everything that the other targets made
+	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +
