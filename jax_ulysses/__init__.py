@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ulysses context parallelism for JAX: all-to-alls fused with the GEMMs beside them."""
+
+from jax_ulysses.api import a2a_out_proj as a2a_out_proj
+from jax_ulysses.api import a2a_proj as a2a_proj
+from jax_ulysses.api import gather_heads as gather_heads
+from jax_ulysses.api import q_proj_a2a as q_proj_a2a
+from jax_ulysses.api import qkv_proj_a2a as qkv_proj_a2a
+from jax_ulysses.api import scatter_heads as scatter_heads
+from jax_ulysses.config import settings as settings
+from jax_ulysses.dispatch import available_implementations as available_implementations
+from jax_ulysses.dispatch import taken_implementations as taken_implementations
+from jax_ulysses.remat import CHECKPOINT_NAMES as CHECKPOINT_NAMES
+from jax_ulysses.remat import checkpoint_policy as checkpoint_policy
+from jax_ulysses.spec import TokenOrder as TokenOrder
+
+__version__ = "0.1.0"

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process-wide settings: environment variables, and a context manager over them."""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass
+class Config:
+    """Settings that a user may change at run time.
+
+    Attributes:
+      implementation: what ``implementation=None`` stands for; None takes the best
+        that can run. ``JAX_ULYSSES_IMPLEMENTATION``.
+      deadline_s: longest wait of one rank for another, in seconds, before the call
+        ends with an error that names who was missing; 0 waits for ever. Read by
+        ``initialize``. ``JAX_ULYSSES_DEADLINE_S``.
+    """
+
+    implementation: str | None = None
+    deadline_s: float = 30.0
+
+
+def _from_environment() -> Config:
+    text = os.environ.get("JAX_ULYSSES_DEADLINE_S", "30")
+    try:
+        deadline_s = float(text)
+    except ValueError:
+        raise ValueError(
+            f"JAX_ULYSSES_DEADLINE_S={text!r} is not a number of seconds."
+        ) from None
+    if not deadline_s >= 0:
+        raise ValueError(f"JAX_ULYSSES_DEADLINE_S={text!r} must be 0 or more.")
+    return Config(
+        implementation=os.environ.get("JAX_ULYSSES_IMPLEMENTATION") or None,
+        deadline_s=deadline_s,
+    )
+
+
+config = _from_environment()
+
+
+@contextlib.contextmanager
+def settings(**overrides) -> Iterator[Config]:
+    """Changes settings inside a ``with`` block.
+
+    Args:
+      **overrides: fields of ``Config``.
+
+    Yields:
+      The settings in force.
+
+    Raises:
+      TypeError: unknown field.
+    """
+    before = dataclasses.replace(config)
+    dataclasses.replace(config, **overrides)  # Raises for unknown fields.
+    for name, value in overrides.items():
+        setattr(config, name, value)
+    try:
+        yield config
+    finally:
+        for field in dataclasses.fields(Config):
+            setattr(config, field.name, getattr(before, field.name))

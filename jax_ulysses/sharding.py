@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the library needs of ``shard_map``, checked at trace time.
+
+Operators work on per-device shapes, so every mesh axis must be manual. They also
+read *varying manual axes* (vma) from operand types: that is how gradients of
+replicated weights are reduced exactly once, and how replicated activations,
+which an exchange would mix up silently, are refused.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import jax
+from jax import lax
+
+from jax_ulysses._typing import Array, AxisName
+
+
+def axis_tuple(axis_name: AxisName) -> tuple[str, ...]:
+    """Normalises one axis name or a sequence of them (major first) to a tuple."""
+    if isinstance(axis_name, str):
+        return (axis_name,)
+    if not isinstance(axis_name, Sequence) or not axis_name:
+        raise ValueError(
+            f"axis_name must be a mesh axis or a tuple of them, got {axis_name!r}."
+        )
+    axes = tuple(axis_name)
+    if len(set(axes)) != len(axes) or not all(isinstance(a, str) for a in axes):
+        raise ValueError(f"axis_name must be distinct mesh axis names, got {axes!r}.")
+    return axes
+
+
+def describe_axes(axes: tuple[str, ...]) -> str:
+    """Axis names for messages: 'cp', or ('a', 'b')."""
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)
+
+
+def check_manual(operator: str, axis_name: AxisName) -> tuple[tuple[str, ...], int]:
+    """Checks the context of an operator call.
+
+    Args:
+      operator: public name, for messages.
+      axis_name: context-parallel mesh axis, or axes, major first.
+
+    Returns:
+      The axes as a tuple, and P, the product of their sizes.
+
+    Raises:
+      ValueError: outside ``shard_map``, if the axis is not in the mesh, if any
+        mesh axis of more than one device is not manual, or under
+        ``check_vma=False``.
+    """
+    axes = axis_tuple(axis_name)
+    mesh = jax.sharding.get_abstract_mesh()
+    known = tuple(mesh.axis_names)
+    if not mesh.manual_axes:
+        raise ValueError(
+            f"{operator} works on per-device shapes and must be called inside "
+            f"jax.shard_map with axis {describe_axes(axes)} in its mesh. Write\n"
+            f"  jax.shard_map(lambda x: {operator}(x, ...), mesh=mesh, "
+            f"in_specs=P(None, {describe_axes(axes)}), out_specs=...)\n"
+            "or use jax_ulysses.models.UlyssesAttention, which does it for you."
+        )
+    missing = [a for a in axes if a not in known]
+    if missing:
+        raise ValueError(
+            f"{operator}: axis_name {describe_axes(axes)} is not in the mesh, whose "
+            f"axes are {dict(mesh.shape)}."
+        )
+    not_manual = [
+        a for a in known if a not in mesh.manual_axes and mesh.shape[a] > 1
+    ]
+    if not_manual:
+        raise ValueError(
+            f"{operator}: mesh axes {not_manual} are not manual here "
+            f"(shard_map was given axis_names={sorted(mesh.manual_axes)}). XLA would "
+            "all-gather the operands over them silently. Leave axis_names out, so that "
+            "every axis is manual, and name those axes in in_specs/out_specs instead, "
+            f"for example P({not_manual[0]!r}, {describe_axes(axes)})."
+        )
+    if not jax.typeof(lax.axis_index(axes)).mat.varying:
+        raise ValueError(
+            f"{operator} needs jax.shard_map(..., check_vma=True), which is the default. "
+            "With check_vma=False JAX does not track which values differ between ranks, "
+            "and gradients of replicated weights would be wrong by a factor P. Remove "
+            "check_vma=False; where a value is typed too narrowly, write "
+            "jax.lax.pcast(value, axis, to='varying')."
+        )
+    return axes, lax.axis_size(axes)
+
+
+def platform() -> str:
+    """Lower-case platform that the surrounding ``shard_map`` is traced for."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    name = getattr(device, "platform", None) or jax.default_backend()
+    return {"gpu": "cuda"}.get(name.lower(), name.lower())
+
+
+def varying_axes(*arrays: Array) -> frozenset[str]:
+    """Mesh axes over which any of the arrays differs from rank to rank."""
+    return frozenset().union(*(jax.typeof(a).mat.varying for a in arrays))
+
+
+def check_varying(operator: str, name: str, x: Array, axes: tuple[str, ...]) -> None:
+    """Raises ValueError if ``x`` is replicated over a context-parallel axis.
+
+    An exchange of a replicated array would repeat the sequence P times.
+    """
+    missing = [a for a in axes if a not in varying_axes(x)]
+    if missing:
+        raise ValueError(
+            f"{operator}: {name} (local shape {x.shape}) is replicated over axis "
+            f"{describe_axes(tuple(missing))}, but must be sharded on it. Name the axis "
+            f"in in_specs, for example P(None, {describe_axes(axes)}); if every rank "
+            "really holds its own shard already, say so with "
+            "jax.lax.pcast(x, axis, to='varying')."
+        )
+
+
+def vary_like(x: Array, axes: Iterable[str]) -> Array:
+    """Widens the type of ``x`` to differ over ``axes`` too."""
+    missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def reduce_like(cotangent: Array, primal: Array) -> Array:
+    """Makes a cotangent fit its primal: sums over axes where the primal is replicated.
+
+    This is the one place where weight, bias and activation gradients are summed
+    over ranks, so each is summed exactly once. The sum runs in the cotangent's
+    own dtype (fp32 for weight gradients); the result has the primal's dtype.
+    """
+    extra = tuple(sorted(varying_axes(cotangent) - varying_axes(primal)))
+    if extra:
+        cotangent = lax.psum(cotangent, extra)
+    return vary_like(cotangent.astype(primal.dtype), varying_axes(primal))
