@@ -68,7 +68,7 @@ _TINY = Preset(
         ffn_dim=384,
     ),
     seq_len=512,
-    batch=8,
+    batch=4,
     steps=150,
     lr=3e-3,
 )

@@ -170,7 +170,7 @@ class Transformer(nnx.Module):
         if self.remat:
             # prevent_cse=False: a scan body cannot be merged with the forward pass.
             layer = jax.checkpoint(
-                layer, policy=jax_ulysses.checkpoint_policy(), prevent_cse=False
+                layer, policy=jax_ulysses.checkpoint_policy, prevent_cse=False
             )
         x, _ = jax.lax.scan(layer, x, layers)
         x = self.final_norm(x)

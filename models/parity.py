@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does context parallelism change the training? The same run with cp = 1 tells."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .trainer import StepRecord, Trainer
+
+
+def compare(
+    trainer: Trainer,
+    host_state: Any,
+    records: Sequence[StepRecord],
+    params: Any,
+    on_step: Callable[[StepRecord], bool],
+) -> dict[str, Any] | None:
+    """Repeats a run on `trainer` and measures how far it drifts from the first.
+
+    Both runs add the same numbers in another order, and nothing else may differ. The
+    losses show that best. The parameters drift further: where a gradient is nearly
+    zero, AdamW divides rounding noise by its own size, so that a step of up to the
+    learning rate follows from the last bit of a sum.
+
+    Args:
+      trainer: The trainer of the other mesh.
+      host_state: The state, as NumPy arrays, before the first of `records`.
+      records: What the first run reported.
+      params: The first run's final parameters.
+      on_step: Called after each step; returns True to give up.
+
+    Returns:
+      The largest differences, or None if given up.
+    """
+    losses: list[float] = []
+
+    def collect(record: StepRecord, _state) -> bool:
+        losses.append(record.loss)
+        return on_step(record)
+
+    state = trainer.run(trainer.put_state(host_state), records[0].step, collect)
+    if len(losses) < len(records):
+        return None
+    mine = [np.asarray(p, np.float64) for p in jax.tree.leaves(jax.device_get(params))]
+    theirs = [
+        np.asarray(p, np.float64)
+        for p in jax.tree.leaves(jax.device_get(state["params"]))
+    ]
+    square_error = sum(
+        np.square(a - b).sum() for a, b in zip(mine, theirs, strict=True)
+    )
+    square_norm = sum(np.square(b).sum() for b in theirs)
+    return {
+        "against": dict(trainer.mesh.shape),
+        "steps": len(losses),
+        "loss_max_abs_diff": max(
+            abs(r.loss - loss) for r, loss in zip(records, losses, strict=True)
+        ),
+        "first_loss_abs_diff": abs(records[0].loss - losses[0]),
+        "params_max_abs_diff": max(
+            float(np.abs(a - b).max()) for a, b in zip(mine, theirs, strict=True)
+        ),
+        "params_relative_l2_diff": float(np.sqrt(square_error / square_norm)),
+    }

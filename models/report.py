@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run leaves behind and shows: metrics.jsonl, loss.png and a progress line."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from .trainer import StepRecord
+
+# Plain progress lines of a whole run, where there is no terminal to redraw.
+_PLAIN_LINES = 15
+
+
+def say(text: str) -> None:
+    """Prints one line for people; standard output is kept for the summary."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Metrics:
+    """The records of a run, kept in memory and in a file of JSON lines.
+
+    Args:
+      path: The file. Records before `first_step` stay; later ones are dropped, for a
+        resumed run does those steps again.
+      first_step: Index of the first step of this run.
+    """
+
+    def __init__(self, path: pathlib.Path, first_step: int):
+        self.records: list[StepRecord] = []
+        if first_step and path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                record = StepRecord(**json.loads(line))
+                if record.step < first_step:
+                    self.records.append(record)
+        self._file = path.open("w", encoding="utf-8")
+        for record in self.records:
+            self._write(record)
+
+    def add(self, record: StepRecord) -> None:
+        """Appends a record."""
+        self.records.append(record)
+        self._write(record)
+
+    def _write(self, record: StepRecord) -> None:
+        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def tokens_per_s(records: Sequence[StepRecord], tokens_per_step: int) -> float | None:
+    """Returns the throughput over `records`, or None if there are none."""
+    seconds = sum(record.seconds for record in records)
+    return len(records) * tokens_per_step / seconds if seconds else None
+
+
+def plot_loss(
+    path: pathlib.Path, records: Sequence[StepRecord], title: str, valid_loss: float
+) -> None:
+    """Draws the training loss over steps, and the final validation loss."""
+    # Figure without pyplot: no display, no global state. Slow to import.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot([r.step for r in records], [r.loss for r in records], label="training")
+    axes.axhline(valid_loss, linestyle="--", color="tab:gray", label="validation, end")
+    axes.set(xlabel="step", ylabel="loss [nats per byte]", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+class Progress:
+    """A live line on a terminal, plain lines elsewhere.
+
+    Args:
+      label: What is running.
+      steps: Steps of the whole run.
+      tokens_per_step: B * S.
+    """
+
+    def __init__(self, label: str, steps: int, tokens_per_step: int):
+        self._label = label
+        self._steps = steps
+        self._tokens = tokens_per_step
+        self._every = max(1, steps // _PLAIN_LINES)
+        self._bar = None
+
+    def __enter__(self):
+        if sys.stderr.isatty():
+            from rich.console import Console  # noqa: PLC0415
+            from rich.progress import BarColumn  # noqa: PLC0415
+            from rich.progress import MofNCompleteColumn  # noqa: PLC0415
+            from rich.progress import Progress as Bar  # noqa: PLC0415
+            from rich.progress import TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task(
+                self._label, total=self._steps, numbers="compiling"
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_):
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, record: StepRecord) -> None:
+        """Shows a step."""
+        done = record.step + 1
+        numbers = f"loss {record.loss:.3f}  {self._tokens / record.seconds:,.0f} tok/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, numbers=numbers)
+        elif done % self._every == 0 or done in (1, self._steps):
+            say(f"{self._label} {done}/{self._steps}  {numbers}")

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a byte-level transformer with context parallelism, and checks the result.
+
+``python -m jax_ulysses.models.train --help`` lists the options. The last line on
+standard output is a summary in JSON; everything else goes to standard error.
+"""
+
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+
+import jax_ulysses
+
+from .checkpoints import Checkpoints
+from .cli import Options, parse, provide_virtual_devices
+from .config import ConfigError, check_resumable
+from .data import load_corpus
+from .parity import compare
+from .report import Metrics, Progress, plot_loss, say, tokens_per_s
+from .trainer import StepRecord, Trainer
+
+_EXIT_WRONG_ARGUMENTS = 2
+_EXIT_INTERRUPTED = 130
+
+
+class _Interrupt:
+    """Turns the first Ctrl-C (or SIGTERM) into a request to stop after this step."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self):
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {s: signal.signal(s, self._handle) for s in signals}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, _frame):
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        # os.write: print() is not reentrant, and the main thread may be printing.
+        os.write(2, b"\nstopping after this step; once more quits at once\n")
+
+
+def _prepare(options: Options) -> tuple[Options, Trainer, Checkpoints]:
+    """Loads the text, builds and compiles the trainer, opens the checkpoints."""
+    config = options.config
+    path = None if config.data is None else os.path.expanduser(config.data)
+    corpus = load_corpus(path, config.seq_len)
+    say(
+        f"text: {corpus.source}, {corpus.num_files} files, "
+        f"{len(corpus.train):,} + {len(corpus.valid):,} bytes"
+    )
+    config = dataclasses.replace(config, fingerprint=corpus.fingerprint)
+    if options.saved is not None:
+        check_resumable(options.saved, config)
+    provide_virtual_devices(config.dp * config.cp)
+    trainer = Trainer(config, corpus)
+    start = time.perf_counter()
+    try:
+        trainer.compile()
+    except NotImplementedError as error:
+        raise ConfigError(f"--implementation {config.implementation}: {error}") from error
+    say(
+        f"mesh: dp {config.dp} x cp {config.cp} on {jax.devices()[0].platform}; "
+        f"compiled in {time.perf_counter() - start:.1f} s"
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "config.json").write_text(config.to_json(), encoding="utf-8")
+    return (
+        dataclasses.replace(options, config=config),
+        trainer,
+        Checkpoints(options.checkpoints),
+    )
+
+
+def _train(options: Options, interrupt: _Interrupt) -> int:
+    began = time.perf_counter()
+    options, trainer, checkpoints = _prepare(options)
+    config = options.config
+    first_step = 0
+    if options.saved is None:
+        state = trainer.init_state()
+    else:
+        first_step = checkpoints.latest() or 0
+        state = checkpoints.restore(first_step, trainer.abstract_state())
+        say(f"resumed after step {first_step} from {options.out}")
+    start_state = jax.device_get(state) if options.parity else None
+    metrics = Metrics(options.out / "metrics.jsonl", first_step)
+    tokens_per_step = config.batch * config.seq_len
+
+    def on_step(record: StepRecord, state) -> bool:
+        metrics.add(record)
+        progress.update(record)
+        done = record.step + 1
+        if done % config.checkpoint_every == 0 or interrupt.requested:
+            checkpoints.save(done, state)
+        return interrupt.requested
+
+    with Progress("training", config.steps, tokens_per_step) as progress:
+        state = trainer.run(state, first_step, on_step)
+    metrics.close()
+    done = metrics.records[-1].step + 1
+    checkpoints.save(done, state)
+    checkpoints.close()
+    if done < config.steps:
+        _say_how_to_resume(options, done)
+        return _EXIT_INTERRUPTED
+    valid_loss = trainer.validate(state["params"])
+    plot_loss(
+        options.out / "loss.png",
+        metrics.records,
+        f"{config.preset}, dp {config.dp} x cp {config.cp}",
+        valid_loss,
+    )
+    mine = metrics.records[first_step:]
+    summary = _summary(options, trainer, metrics.records, state) | {
+        "valid_loss": round(valid_loss, 4),
+        "tokens_per_s": _rounded(tokens_per_s(mine, tokens_per_step)),
+        "parity": None,
+    }
+    if options.parity and mine and not interrupt.requested:
+        reference = Trainer(config, trainer.corpus, cp=1)
+        with Progress("parity, cp 1", config.steps, tokens_per_step) as progress:
+
+            def on_reference_step(record: StepRecord) -> bool:
+                progress.update(record)
+                return interrupt.requested
+
+            summary["parity"] = compare(
+                reference, start_state, mine, state["params"], on_reference_step
+            )
+    summary["wall_s"] = round(time.perf_counter() - began, 1)
+    print(json.dumps(summary), flush=True)
+    return _EXIT_INTERRUPTED if interrupt.requested else 0
+
+
+def _summary(
+    options: Options, trainer: Trainer, records: list[StepRecord], state
+) -> dict[str, Any]:
+    config = options.config
+    first, last = records[0].loss, records[-1].loss
+    return {
+        "preset": config.preset,
+        "parameters": sum(p.size for p in jax.tree.leaves(state["params"])),
+        "devices": trainer.mesh.size,
+        "platform": jax.devices()[0].platform,
+        "mesh": dict(trainer.mesh.shape),
+        "token_order": config.token_order.value,
+        "dtype": config.dtype,
+        "implementation": jax_ulysses.taken_implementations(),
+        "steps": config.steps,
+        "first_loss": round(first, 4),
+        "last_loss": round(last, 4),
+        "loss_fell_by": round(1 - last / first, 4),
+        "out": str(options.out),
+    }
+
+
+def _rounded(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _say_how_to_resume(options: Options, done: int) -> None:
+    command = ["python", "-m", "jax_ulysses.models.train", "--resume", "--out"]
+    say(
+        f"interrupted: {done} of {options.config.steps} steps are saved in "
+        f"{options.out}; continue with\n  {shlex.join([*command, str(options.out)])}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the program and returns its exit code."""
+    try:
+        options = parse(argv)
+        with _Interrupt() as interrupt:
+            return _train(options, interrupt)
+    except ConfigError as error:
+        say(f"error: {' '.join(str(error).split())}")
+        return _EXIT_WRONG_ARGUMENTS
+    except KeyboardInterrupt:
+        say("interrupted: the last checkpoint, if any, is intact")
+        return _EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
