@@ -7,9 +7,13 @@ from jax_ulysses.api import gather_heads as gather_heads
 from jax_ulysses.api import q_proj_a2a as q_proj_a2a
 from jax_ulysses.api import qkv_proj_a2a as qkv_proj_a2a
 from jax_ulysses.api import scatter_heads as scatter_heads
+from jax_ulysses.attention import AttentionParams as AttentionParams
+from jax_ulysses.attention import ulysses_attention as ulysses_attention
 from jax_ulysses.config import settings as settings
 from jax_ulysses.dispatch import available_implementations as available_implementations
 from jax_ulysses.dispatch import taken_implementations as taken_implementations
+from jax_ulysses.order import from_zigzag as from_zigzag
+from jax_ulysses.order import to_zigzag as to_zigzag
 from jax_ulysses.remat import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_ulysses.remat import checkpoint_policy as checkpoint_policy
 from jax_ulysses.spec import TokenOrder as TokenOrder

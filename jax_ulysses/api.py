@@ -79,7 +79,9 @@ def gather_heads(
     spec.check_rank("x", x.shape, "B S N/P H")
     spec.check_tokens("x", x.shape[1], num_ranks, order, local=False)
     sharding.check_varying("gather_heads", "x", x, axes)
-    exchange = HeadExchange((x.shape[2] * num_ranks,), x.shape[3], num_ranks, axes, order)
+    exchange = HeadExchange(
+        (x.shape[2] * num_ranks,), x.shape[3], num_ranks, axes, order
+    )
     call = vjp.Call("gather_heads", exchange, dispatch.normalise(implementation))
     return vjp.gather(call, (x,))[0]
 
@@ -125,8 +127,17 @@ def qkv_proj_a2a(
     spec.check_query_heads(num_heads, num_kv_heads, num_ranks)
     heads = (num_heads, num_kv_heads, num_kv_heads)
     return _proj_a2a(
-        "qkv_proj_a2a", "w_qkv", x, w_qkv, bias, heads, head_dim, axes, num_ranks,
-        token_order, implementation,
+        "qkv_proj_a2a",
+        "w_qkv",
+        x,
+        w_qkv,
+        bias,
+        heads,
+        head_dim,
+        axes,
+        num_ranks,
+        token_order,
+        implementation,
     )
 
 
@@ -163,8 +174,17 @@ def q_proj_a2a(
     axes, num_ranks = _enter("q_proj_a2a", axis_name)
     spec.check_query_heads(num_heads, num_heads, num_ranks)
     return _proj_a2a(
-        "q_proj_a2a", "w_q", x, w_q, bias, (num_heads,), head_dim, axes, num_ranks,
-        token_order, implementation,
+        "q_proj_a2a",
+        "w_q",
+        x,
+        w_q,
+        bias,
+        (num_heads,),
+        head_dim,
+        axes,
+        num_ranks,
+        token_order,
+        implementation,
     )[0]
 
 
@@ -198,7 +218,14 @@ def a2a_out_proj(
     axes, num_ranks = _enter("a2a_out_proj", axis_name)
     spec.check_rank("a", a.shape, "B S N/P H")
     return _a2a_proj(
-        "a2a_out_proj", ("a", "w_out"), a, w_out, bias, axes, num_ranks, token_order,
+        "a2a_out_proj",
+        ("a", "w_out"),
+        a,
+        w_out,
+        bias,
+        axes,
+        num_ranks,
+        token_order,
         implementation,
     )
 
@@ -241,15 +268,22 @@ def a2a_proj(
     )
 
 
-_inside_attention = False
-
-
 def _enter(operator: str, axis_name: AxisName) -> tuple[tuple[str, ...], int]:
     return sharding.check_manual(operator, axis_name)
 
 
 def _proj_a2a(
-    operator, w_name, x, w, bias, heads, head_dim, axes, num_ranks, order, implementation
+    operator,
+    w_name,
+    x,
+    w,
+    bias,
+    heads,
+    head_dim,
+    axes,
+    num_ranks,
+    order,
+    implementation,
 ):
     order = TokenOrder(order)
     spec.check_rank("x", x.shape, "B T D")
@@ -266,7 +300,11 @@ def _proj_a2a(
             )
         head_dim = w.shape[1] // total
     spec.check_weight(
-        w_name, w.shape, x.shape[2], "D of x", total * head_dim,
+        w_name,
+        w.shape,
+        x.shape[2],
+        "D of x",
+        total * head_dim,
         f"{total} heads {heads} of head_dim {head_dim}",
     )
     if bias is not None:
@@ -286,9 +324,12 @@ def _a2a_proj(operator, names, a, w, bias, axes, num_ranks, order, implementatio
     spec.check_tokens(a_name, a.shape[1], num_ranks, order, local=False)
     num_heads, head_dim = a.shape[2] * num_ranks, a.shape[3]
     spec.check_weight(
-        w_name, w.shape, num_heads * head_dim,
+        w_name,
+        w.shape,
+        num_heads * head_dim,
         f"P={num_ranks} times {a.shape[2]}x{head_dim} local features of {a_name}",
-        None, "",
+        None,
+        "",
     )
     if bias is not None:
         spec.check_bias("bias", bias.shape, w.shape[1])

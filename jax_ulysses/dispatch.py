@@ -160,5 +160,9 @@ def _note(request, name, implementation, refusals) -> None:
     _taken[request.operator] = entry
     passed = "; ".join(f"not {n}: {why}" for n, why in refusals.items())
     _logger.info(
-        "%s runs on %s (%s)%s", request.operator, name, reason, f"; {passed}" * bool(passed)
+        "%s runs on %s (%s)%s",
+        request.operator,
+        name,
+        reason,
+        f"; {passed}" * bool(passed),
     )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ulysses._typing import Array
+from jax_ulysses.order import global_order, shard_order
 from jax_ulysses.spec import HeadExchange, Request
 
 
@@ -37,7 +38,7 @@ def scatter(ex: HeadExchange, parts: tuple[Array, ...]) -> tuple[Array, ...]:
     ]
     send = jnp.moveaxis(jnp.concatenate(by_rank, axis=3), 2, 0)
     received = _all_to_all(ex, send)  # [P source, B, T, sum(local), H]
-    return _split_segments(ex, _to_global_order(ex, received))
+    return _split_segments(ex, global_order(received, ex.token_order))
 
 
 def gather(
@@ -54,7 +55,7 @@ def gather(
     Returns:
       Per segment [B, T, M, H].
     """
-    send = _from_global_order(ex, jnp.concatenate(parts, axis=2))
+    send = shard_order(jnp.concatenate(parts, axis=2), ex.num_ranks, ex.token_order)
     received = jnp.moveaxis(_all_to_all(ex, send), 0, 2)  # [B, T, P, sum(local), H]
     result, start = [], 0
     for heads, local, replicas in zip(ex.heads, ex.local_heads, ex.replicas):
@@ -125,9 +126,7 @@ def accumulation_dtype(dtype):
 def project(x: Array, w: Array, bias: Array | None, *, w_transposed: bool) -> Array:
     """x @ w (+ bias) over the last axis, accumulated wide, rounded once to x.dtype."""
     dims = (((x.ndim - 1,), (1 if w_transposed else 0,)), ((), ()))
-    y = lax.dot_general(
-        x, w, dims, preferred_element_type=accumulation_dtype(x.dtype)
-    )
+    y = lax.dot_general(x, w, dims, preferred_element_type=accumulation_dtype(x.dtype))
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y.astype(x.dtype)
@@ -136,27 +135,6 @@ def project(x: Array, w: Array, bias: Array | None, *, w_transposed: bool) -> Ar
 def _all_to_all(ex: HeadExchange, x: Array) -> Array:
     """Block p of the leading axis goes to rank p, arrives in block source."""
     return lax.all_to_all(x, ex.axis_name, split_axis=0, concat_axis=0, tiled=True)
-
-
-def _to_global_order(ex: HeadExchange, x: Array) -> Array:
-    """[P source, B, T, ...] to [B, S, ...] with tokens in global order."""
-    if ex.zigzag:
-        halves = x.reshape(*x.shape[:2], 2, x.shape[2] // 2, *x.shape[3:])
-        # Second halves run backwards: rank r holds chunk 2P-1-r.
-        x = jnp.concatenate([halves[:, :, 0], halves[::-1, :, 1]], axis=0)
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
-
-
-def _from_global_order(ex: HeadExchange, x: Array) -> Array:
-    """[B, S, ...] in global order to [P destination, B, T, ...]."""
-    chunks = 2 * ex.num_ranks if ex.zigzag else ex.num_ranks
-    x = x.reshape(x.shape[0], chunks, x.shape[1] // chunks, *x.shape[2:])
-    x = jnp.moveaxis(x, 1, 0)
-    if ex.zigzag:
-        first, second = x[: ex.num_ranks], x[: ex.num_ranks - 1 : -1]
-        x = jnp.concatenate([first, second], axis=2)
-    return x
 
 
 def _columns_to_segments(ex: HeadExchange, y: Array) -> tuple[Array, ...]:

@@ -66,9 +66,7 @@ def check_manual(operator: str, axis_name: AxisName) -> tuple[tuple[str, ...], i
             f"{operator}: axis_name {describe_axes(axes)} is not in the mesh, whose "
             f"axes are {dict(mesh.shape)}."
         )
-    not_manual = [
-        a for a in known if a not in mesh.manual_axes and mesh.shape[a] > 1
-    ]
+    not_manual = [a for a in known if a not in mesh.manual_axes and mesh.shape[a] > 1]
     if not_manual:
         raise ValueError(
             f"{operator}: mesh axes {not_manual} are not manual here "

@@ -66,10 +66,6 @@ class HeadExchange:
         """Width of all segments side by side, [segment 0 heads, segment 1 heads, ...]."""
         return sum(self.heads) * self.head_dim
 
-    @property
-    def zigzag(self) -> bool:
-        return self.token_order is TokenOrder.ZIGZAG
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -111,7 +107,7 @@ def check_heads(what: str, num_heads: int, num_ranks: int) -> None:
 
 
 def check_query_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
-    """Raises ValueError unless N, K and P fit together (DESIGN: head rule)."""
+    """Raises ValueError unless N, K and P fit together."""
     rule = (
         f"num_heads N={num_heads}, num_kv_heads K={num_kv_heads}, P={num_ranks} "
         "(counts on one rank, after any tensor-parallel split)"

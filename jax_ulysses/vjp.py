@@ -124,9 +124,7 @@ def _gemm_a2a(call, x, w, bias):
 
 
 def _gemm_a2a_fwd(call, x, w, bias):
-    parts = call.run(
-        "gemm_a2a", (x, w), x, w, bias, w_transposed=call.w_transposed
-    )
+    parts = call.run("gemm_a2a", (x, w), x, w, bias, w_transposed=call.w_transposed)
     return remat.name_parts(parts), (x, w, bias)
 
 
@@ -165,9 +163,7 @@ def _a2a_gemm_fwd(call, parts, w, bias):
 def _a2a_gemm_bwd(call, residuals, dy):
     gathered, w, bias = residuals
     back = call.backward()
-    dparts = back.run(
-        "gemm_a2a", (dy, w), dy, w, None, w_transposed=back.w_transposed
-    )
+    dparts = back.run("gemm_a2a", (dy, w), dy, w, None, w_transposed=back.w_transposed)
     dw = weight_gradient(gathered, dy, w_transposed=call.w_transposed)
     return dparts, sharding.reduce_like(dw, w), _bias_gradient(dy, bias)
 

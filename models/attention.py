@@ -86,6 +86,7 @@ class UlyssesAttention(nnx.Module):
                 )
             head_dim = d_model // num_heads
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.causal = causal and not cross_attention
         self.axis_name, self.batch_axes = axis_name, batch_axes
         self.token_order = TokenOrder(token_order)
         self.cross_attention, self.dtype, self.mesh = cross_attention, dtype, mesh
@@ -94,7 +95,7 @@ class UlyssesAttention(nnx.Module):
             axis_name=axis_name,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            causal=causal and not cross_attention,
+            causal=self.causal,
             window=window,
             rope_theta=rope_theta,
             token_order=self.token_order,
@@ -213,7 +214,10 @@ class UlyssesAttention(nnx.Module):
             in_specs=in_specs,
             out_specs=token_spec,
         )(*operands)
-        return out if out.shape[1] == length else out[:, :length]
+        if out.shape[1] == length:
+            return out
+        # S does not divide, so an Explicit mesh cannot type the result as sharded.
+        return _place(mesh, out, P(batch or None))[:, :length]
 
     def _find_mesh(self):
         if self.mesh is not None:
@@ -227,7 +231,7 @@ class UlyssesAttention(nnx.Module):
         return mesh
 
     def _pad(self, x, tokens, num_ranks):
-        """Pads S to a multiple of P and masks the added tokens."""
+        """Pads S to a multiple of P and hides the added tokens."""
         extra = -x.shape[1] % num_ranks
         if self.token_order is TokenOrder.ZIGZAG:
             if x.shape[1] % (2 * num_ranks):
@@ -239,7 +243,8 @@ class UlyssesAttention(nnx.Module):
             return x, tokens
         if not extra:
             return x, tokens
-        if tokens["padding_mask"] is None:
+        # Added tokens come last, so causal attention hides them without a mask.
+        if tokens["padding_mask"] is None and not self.causal:
             tokens["padding_mask"] = jnp.ones(x.shape[:2], bool)
 
         def pad(value):
@@ -268,9 +273,7 @@ def _check_sequence_sharding(x, axes):
 
 def _place(mesh, tree, spec):
     """Reshards where the mesh is Explicit; elsewhere shard_map does it."""
-    if not getattr(mesh, "explicit_axes", None) and not any(
-        t == jax.sharding.AxisType.Explicit for t in mesh.axis_types
-    ):
+    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
         return tree
 
     def leaf(spec, value):
