@@ -8,6 +8,7 @@ standard output is a summary in JSON; everything else goes to standard error.
 import dataclasses
 import json
 import os
+import pathlib
 import shlex
 import signal
 import sys
@@ -56,7 +57,7 @@ class _Interrupt:
 def _prepare(options: Options) -> tuple[Options, Trainer, Checkpoints]:
     """Loads the text, builds and compiles the trainer, opens the checkpoints."""
     config = options.config
-    path = None if config.data is None else os.path.expanduser(config.data)
+    path = None if config.data is None else pathlib.Path(config.data).expanduser()
     corpus = load_corpus(path, config.seq_len)
     say(
         f"text: {corpus.source}, {corpus.num_files} files, "

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which bytes a step sees."""
+
+import numpy as np
+import pytest
+
+from jax_ulysses.models.config import ConfigError
+from jax_ulysses.models.data import load_corpus, train_batch, valid_batch
+
+
+def _batch(corpus, **changes):
+    settings = {"seed": 0, "step": 3, "batch": 4, "seq_len": 16} | changes
+    return train_batch(corpus, **settings)
+
+
+def test_batches_depend_on_text_seed_and_step_only(corpus, text):
+    again = load_corpus(text, 32)
+    for mine, theirs in zip(_batch(corpus), _batch(again), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for change in ({"seed": 1}, {"step": 4}):
+        assert not np.array_equal(_batch(corpus)[0], _batch(corpus, **change)[0])
+
+
+def test_targets_are_the_next_bytes_of_the_text(corpus):
+    tokens, targets = _batch(corpus, batch=64)
+    assert tokens.dtype == targets.dtype == np.int32
+    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+    text = corpus.train.tobytes()
+    for row, last in zip(tokens, targets[:, -1], strict=True):
+        assert bytes([*row, last]) in text
+
+
+def test_train_and_valid_share_no_byte(text):
+    data = b"".join(sorted((text / n).read_bytes() for n in ("a.txt", "b.txt")))
+    corpus = load_corpus(text, 32)
+    # A partition of the text (files may be in either order), the smaller part last.
+    joined = corpus.train.tobytes() + corpus.valid.tobytes()
+    assert len(joined) == len(data)
+    assert sorted(joined) == sorted(data)
+    assert 0.04 < len(corpus.valid) / len(joined) < 0.06
+    tokens, targets = valid_batch(corpus, index=0, batch=64, seq_len=32)
+    for row, last in zip(tokens, targets[:, -1], strict=True):
+        assert bytes([*row, last]) in corpus.valid.tobytes()
+
+
+def test_every_start_is_reachable_and_none_overruns(tmp_path):
+    path = tmp_path / "digits"
+    path.write_bytes(b"0123456789")
+    corpus = load_corpus(path, 3)  # 6 bytes to train on, 4 held out.
+    seen = set()
+    for step in range(200):
+        tokens, _ = train_batch(corpus, seed=0, step=step, batch=1, seq_len=3)
+        seen.add(bytes(tokens[0].tolist()))
+    assert seen == {b"012", b"123", b"234"}
+
+
+def test_binary_and_hidden_files_and_packages_are_left_out(text, tmp_path):
+    assert load_corpus(text, 32).num_files == 2
+    for name in (".hidden", "site-packages/x.py", "kept/y.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("some text " * 50)
+    assert load_corpus(tmp_path, 32).num_files == 1
+
+
+def test_the_fingerprint_follows_the_text(text, tmp_path, corpus):
+    assert load_corpus(text, 32).fingerprint == corpus.fingerprint
+    other = tmp_path / "other.txt"
+    other.write_bytes((text / "a.txt").read_bytes()[:-1] + b"!")
+    changed = load_corpus(other, 32).fingerprint
+    assert changed != load_corpus(text / "a.txt", 32).fingerprint
+
+
+def test_the_default_is_the_standard_library():
+    corpus = load_corpus(None, 512)
+    assert len(corpus.train) > 1_000_000
+    assert b"import " in corpus.train[:200_000].tobytes()
+
+
+def test_too_little_text_says_how_much_is_needed(tmp_path):
+    with pytest.raises(ConfigError, match="0 bytes in 0 files.*need at least 66"):
+        load_corpus(tmp_path, 32)
+    (tmp_path / "short").write_bytes(b"x" * 65)
+    with pytest.raises(ConfigError, match="65 bytes in 1 files"):
+        load_corpus(tmp_path, 32)
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        load_corpus(tmp_path / "nothing", 32)
