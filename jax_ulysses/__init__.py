@@ -12,6 +12,9 @@ from jax_ulysses.attention import ulysses_attention as ulysses_attention
 from jax_ulysses.config import settings as settings
 from jax_ulysses.dispatch import available_implementations as available_implementations
 from jax_ulysses.dispatch import taken_implementations as taken_implementations
+from jax_ulysses.group import GroupReport as GroupReport
+from jax_ulysses.group import finalize as finalize
+from jax_ulysses.group import initialize as initialize
 from jax_ulysses.order import from_zigzag as from_zigzag
 from jax_ulysses.order import to_zigzag as to_zigzag
 from jax_ulysses.remat import CHECKPOINT_NAMES as CHECKPOINT_NAMES

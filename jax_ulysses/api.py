@@ -55,7 +55,7 @@ def gather_heads(
     token_order: TokenOrder = TokenOrder.CONTIGUOUS,
     implementation: Implementation = None,
 ) -> SequenceShard:
-    """Exchanges head shards for sequence shards; bit-exact inverse of ``scatter_heads``.
+    """Exchanges head shards for sequence shards; bit-exact, undoes ``scatter_heads``.
 
     Args:
       x: [B, S, N/P, H], tokens in global order, any dtype. Must be sharded on the

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ulysses_attention``: an attention layer on sequence shards, two exchanges in all."""
+"""``ulysses_attention``: attention on sequence shards in two exchanges."""
 
 import contextlib
 import contextvars
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,11 @@ def ulysses_attention(
     spec.check_rank("x", x.shape, "B T D")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     _check_combination(causal, window, segment_ids, cross_kv, joint_kv)
-    exchange = dict(axis_name=axes, token_order=order, implementation=implementation)
+    exchange: dict[str, Any] = {
+        "axis_name": axes,
+        "token_order": order,
+        "implementation": implementation,
+    }
     side = _gather_side_inputs(x, axes, order, positions, segment_ids, padding_mask)
 
     if cross_kv is not None:
@@ -244,7 +249,7 @@ def _gather_side_inputs(x, axes, order, positions, segment_ids, padding_mask):
         wanted = jnp.bool_ if name == "padding_mask" else jnp.integer
         if not jnp.issubdtype(value.dtype, wanted):
             raise ValueError(
-                f"{name} must have a dtype of kind {wanted.__name__}, got {value.dtype}."
+                f"{name} must be of kind {wanted.__name__}, got {value.dtype}."
             )
         sharding.check_varying("ulysses_attention", name, value, axes)
     stacked = jnp.stack([v.astype(jnp.int32) for v in given.values()], axis=-1)
@@ -297,7 +302,7 @@ def _replicated_heads(name, key_value, num_heads, num_kv_heads, query, axes, num
         shared = [a for a in axes if a in sharding.varying_axes(value)]
         if shared:
             raise ValueError(
-                f"{name} differs between ranks of axis {shared}, but must be replicated "
+                f"{name} differs between ranks of axis {shared}; it must be replicated "
                 "on it: leave the axis out of its in_specs."
             )
         local = max(num_kv_heads // num_ranks, 1)

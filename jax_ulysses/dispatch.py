@@ -27,10 +27,17 @@ class Backend(Protocol):
     def check(self, request: Request) -> None:
         """Raises NotImplementedError with the reason if it cannot run ``request``."""
 
-    def scatter(self, ex, parts): ...
-    def gather(self, ex, parts, *, sum_replicas=True): ...
-    def gemm_a2a(self, ex, x, w, bias, *, w_transposed): ...
-    def a2a_gemm(self, ex, parts, w, bias, *, w_transposed): ...
+    def scatter(self, ex, parts):
+        """Sequence shards to head shards; see ``reference.scatter``."""
+
+    def gather(self, ex, parts, *, sum_replicas=True):
+        """Head shards to sequence shards; see ``reference.gather``."""
+
+    def gemm_a2a(self, ex, x, w, bias, *, w_transposed):
+        """Projection, then scatter; see ``reference.gemm_a2a``."""
+
+    def a2a_gemm(self, ex, parts, w, bias, *, w_transposed):
+        """Gather, then projection; see ``reference.a2a_gemm``."""
 
 
 class _Absent:

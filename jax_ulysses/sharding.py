@@ -77,9 +77,9 @@ def check_manual(operator: str, axis_name: AxisName) -> tuple[tuple[str, ...], i
         )
     if not jax.typeof(lax.axis_index(axes)).mat.varying:
         raise ValueError(
-            f"{operator} needs jax.shard_map(..., check_vma=True), which is the default. "
-            "With check_vma=False JAX does not track which values differ between ranks, "
-            "and gradients of replicated weights would be wrong by a factor P. Remove "
+            f"{operator} needs jax.shard_map(..., check_vma=True), the default. With "
+            "check_vma=False JAX does not track which values differ between ranks, and "
+            "gradients of replicated weights would be wrong by a factor P. Remove "
             "check_vma=False; where a value is typed too narrowly, write "
             "jax.lax.pcast(value, axis, to='varying')."
         )
@@ -107,8 +107,8 @@ def check_varying(operator: str, name: str, x: Array, axes: tuple[str, ...]) -> 
     if missing:
         raise ValueError(
             f"{operator}: {name} (local shape {x.shape}) is replicated over axis "
-            f"{describe_axes(tuple(missing))}, but must be sharded on it. Name the axis "
-            f"in in_specs, for example P(None, {describe_axes(axes)}); if every rank "
+            f"{describe_axes(tuple(missing))}, but must be sharded on it. Name the "
+            f"axis in in_specs, for example P(None, {describe_axes(axes)}); if every rank "
             "really holds its own shard already, say so with "
             "jax.lax.pcast(x, axis, to='varying')."
         )

@@ -63,7 +63,7 @@ class HeadExchange:
 
     @property
     def num_columns(self) -> int:
-        """Width of all segments side by side, [segment 0 heads, segment 1 heads, ...]."""
+        """Width of all segments side by side: C."""
         return sum(self.heads) * self.head_dim
 
 
@@ -126,8 +126,8 @@ def check_query_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None
         )
     if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         raise ValueError(
-            f"{rule}: K must be a multiple of P (KV heads are split) or P a multiple of "
-            f"K (KV heads are replicated), but {num_kv_heads} % {num_ranks} = "
+            f"{rule}: K must be a multiple of P (KV heads are split) or P a multiple "
+            f"of K (KV heads are replicated), but {num_kv_heads} % {num_ranks} = "
             f"{num_kv_heads % num_ranks} and {num_ranks} % {num_kv_heads} = "
             f"{num_ranks % num_kv_heads}."
         )
@@ -162,8 +162,8 @@ def check_tokens(name: str, length: int, num_ranks: int, order: TokenOrder, *, l
     chunk_of = length if local else length // num_ranks
     if order is TokenOrder.ZIGZAG and chunk_of % 2:
         raise ValueError(
-            f"TokenOrder.ZIGZAG cuts S into 2P chunks, so T = S / P must be even; {name} "
-            f"has T={chunk_of} with P={num_ranks}."
+            f"TokenOrder.ZIGZAG cuts S into 2P chunks, so T = S / P must be even; "
+            f"{name} has T={chunk_of} with P={num_ranks}."
         )
 
 
@@ -177,7 +177,7 @@ def check_gemm_dtype(name: str, dtype) -> None:
 
 
 def check_same_dtype(name: str, dtype, ref_name: str, ref_dtype) -> None:
-    """Raises ValueError unless two operands share a dtype (nothing is cast silently)."""
+    """Raises ValueError unless two operands share a dtype; nothing is cast."""
     if jnp.dtype(dtype) != jnp.dtype(ref_dtype):
         raise ValueError(
             f"{name} has dtype {jnp.dtype(dtype).name} but {ref_name} has "
