@@ -164,7 +164,7 @@ class Trainer:
             grads, state["opt_state"], state["params"]
         )
         params = optax.apply_updates(state["params"], updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return {"params": params, "opt_state": opt_state}, metrics
 
     def compile(self) -> Any:
