@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Oracles, meshes and fixtures shared by the suites."""
