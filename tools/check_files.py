@@ -12,7 +12,16 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOFT_LIMIT = 250
 HARD_LIMIT = 400
 # Files past SOFT_LIMIT lines, each with the reason why it is not split.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "cuda/include/jax_ulysses/comm/rank_protocol.h": (
+        "one state machine: each release is read beside the wait it pairs with"
+    ),
+    "ffi/group.cc": "registry, faults and their texts share one lock",
+    "jax_ulysses/api.py": "six operators, mostly docstrings, over two helpers",
+    "jax_ulysses/attention.py": "one function, a third of it docstrings",
+    "models/attention.py": "one module class, a third of it docstrings",
+    "tests/helpers/oracle.py": "one oracle, forward beside its gradients",
+}
 
 # Text whose length nobody chooses: prose, licences, data.
 NO_LENGTH = {".json", ".jsonl", ".md", ".svg", ".csv", ""}
