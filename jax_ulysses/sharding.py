@@ -108,8 +108,8 @@ def check_varying(operator: str, name: str, x: Array, axes: tuple[str, ...]) -> 
         raise ValueError(
             f"{operator}: {name} (local shape {x.shape}) is replicated over axis "
             f"{describe_axes(tuple(missing))}, but must be sharded on it. Name the "
-            f"axis in in_specs, for example P(None, {describe_axes(axes)}); if every rank "
-            "really holds its own shard already, say so with "
+            f"axis in in_specs, for example P(None, {describe_axes(axes)}). If every "
+            "rank really holds its own shard already, say so with "
             "jax.lax.pcast(x, axis, to='varying')."
         )
 
