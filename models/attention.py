@@ -161,10 +161,12 @@ class UlyssesAttention(nnx.Module):
                 f"cross_attention={self.cross_attention}, so cross_kv must "
                 f"{'be' if self.cross_attention else 'not be'} given."
             )
-        tokens = dict(
-            positions=positions, segment_ids=segment_ids, padding_mask=padding_mask
-        )
-        context = dict(cross_kv=cross_kv, joint_kv=joint_kv)
+        tokens = {
+            "positions": positions,
+            "segment_ids": segment_ids,
+            "padding_mask": padding_mask,
+        }
+        context = {"cross_kv": cross_kv, "joint_kv": joint_kv}
         x = x.astype(self.dtype)
         if jax.sharding.get_abstract_mesh().manual_axes:
             return self._attend(x, self.params(), **tokens, **context)
@@ -176,8 +178,8 @@ class UlyssesAttention(nnx.Module):
         missing = [a for a in axes if a not in mesh.shape]
         if missing:
             raise ValueError(
-                f"UlyssesAttention: axis_name {self.axis_name!r} is not in the mesh, "
-                f"whose axes are {dict(mesh.shape)}; nothing would be sharded."
+                f"UlyssesAttention: axis_name {self.axis_name!r} is not in the "
+                f"mesh, whose axes are {dict(mesh.shape)}; nothing would be sharded."
             )
         batch = None
         if self.batch_axes is not None:
@@ -188,7 +190,8 @@ class UlyssesAttention(nnx.Module):
         if x.shape[0] % batch_size:
             raise ValueError(
                 f"The batch B={x.shape[0]} cannot be shared by {batch_size} devices of "
-                f"axes {batch}: {x.shape[0]} % {batch_size} = {x.shape[0] % batch_size}."
+                f"axes {batch}: {x.shape[0]} % {batch_size} = "
+                f"{x.shape[0] % batch_size}."
             )
         length = x.shape[1]
         num_ranks = math.prod(mesh.shape[a] for a in axes)
@@ -199,8 +202,8 @@ class UlyssesAttention(nnx.Module):
         in_specs = (
             token_spec,
             P(),
-            {name: token_spec for name in tokens},
-            {name: P(batch or None) for name in context},
+            dict.fromkeys(tokens, token_spec),
+            dict.fromkeys(context, P(batch or None)),
         )
         # Explicit meshes want operands that carry these specs already.
         place = functools.partial(_place, mesh)
@@ -237,8 +240,8 @@ class UlyssesAttention(nnx.Module):
             if x.shape[1] % (2 * num_ranks):
                 raise ValueError(
                     f"With TokenOrder.ZIGZAG, S={x.shape[1]} must be a multiple of "
-                    f"2P={2 * num_ranks}: x is permuted already, so the layer cannot pad "
-                    "it. Pad before to_zigzag, and pass padding_mask."
+                    f"2P={2 * num_ranks}: x is permuted already, so the layer cannot "
+                    "pad it. Pad before to_zigzag, and pass padding_mask."
                 )
             return x, tokens
         if not extra:
@@ -256,7 +259,7 @@ class UlyssesAttention(nnx.Module):
 
 
 def _check_sequence_sharding(x, axes):
-    """On Explicit meshes the type says how ``x`` is sharded; refuse an unsharded one."""
+    """On Explicit meshes the type says how ``x`` is sharded: refuse a wrong one."""
     sharding = jax.typeof(x).sharding
     explicit = getattr(sharding.mesh, "explicit_axes", ())
     if not all(a in explicit for a in axes):
@@ -266,8 +269,8 @@ def _check_sequence_sharding(x, axes):
     if found != axes:
         raise ValueError(
             f"x {jax.typeof(x)} is sharded over {found or 'nothing'} on its sequence "
-            f"axis, expected {axes}: shard it as P(batch, {axes[0]!r}), for example with "
-            "jax.sharding.reshard."
+            f"axis, expected {axes}: shard it as P(batch, {axes[0]!r}), for "
+            "example with jax.sharding.reshard."
         )
 
 
