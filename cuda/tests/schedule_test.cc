@@ -34,8 +34,8 @@ void CheckTiles(const HeadExchange& ex, int64_t batch, int64_t tile_rows, int64_
   const int64_t rows = batch * ex.local_tokens;
   const int64_t packed = ex.packed_columns();
   // made[dest][source]: the tiles in the order in which source makes them.
-  std::vector<std::vector<std::vector<GemmTile>>> made(
-      ranks, std::vector<std::vector<GemmTile>>(ranks));
+  std::vector<std::vector<std::vector<GemmTile>>> made(ranks,
+                                                       std::vector<std::vector<GemmTile>>(ranks));
   for (int64_t rank = 0; rank < ranks; ++rank) {
     const GemmA2aTiles tiles(ex, rank, batch, tile_rows, tile_cols, window);
     std::vector<std::vector<int>> seen(ranks, std::vector<int>(rows * packed, 0));

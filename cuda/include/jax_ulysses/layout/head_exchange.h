@@ -105,7 +105,7 @@ struct HeadExchange {
   JU_HD constexpr int64_t SegmentOfPacked(int64_t packed_column) const {
     int64_t seg = 0;
     int64_t end = segment_columns(0);
-    while (packed_column >= end) end += segment_columns(++seg);
+    while (seg < kMaxSegments - 1 && packed_column >= end) end += segment_columns(++seg);
     return seg;
   }
 
@@ -117,7 +117,9 @@ struct HeadExchange {
   JU_HD constexpr ColumnOwner Owner(int64_t fused_column) const {
     int64_t seg = 0;
     int64_t begin = 0;
-    while (fused_column >= begin + heads[seg] * head_dim) begin += heads[seg++] * head_dim;
+    while (seg < kMaxSegments - 1 && fused_column >= begin + heads[seg] * head_dim) {
+      begin += heads[seg++] * head_dim;
+    }
     const int64_t head = (fused_column - begin) / head_dim;
     const int64_t lane = (fused_column - begin) % head_dim;
     const int64_t local = local_heads(seg);

@@ -75,7 +75,8 @@ class GemmA2aTiles {
     const int64_t col_block = in_window / blocks;
     int64_t seg = 0;
     int64_t first = 0;  // first column block of seg
-    while (col_block >= first + CeilDiv(exchange_.segment_columns(seg), tile_cols_)) {
+    while (seg < kMaxSegments - 1 &&
+           col_block >= first + CeilDiv(exchange_.segment_columns(seg), tile_cols_)) {
       first += CeilDiv(exchange_.segment_columns(seg), tile_cols_);
       ++seg;
     }

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+# The files of the pure C++ targets. BUILD has the same lists; a test compares them.
+
+set(JAX_ULYSSES_CORE_HEADERS
+    cuda/include/jax_ulysses/base.h
+    cuda/include/jax_ulysses/comm/edges.h
+    cuda/include/jax_ulysses/comm/fault.h
+    cuda/include/jax_ulysses/comm/heap_layout.h
+    cuda/include/jax_ulysses/comm/host_memory.h
+    cuda/include/jax_ulysses/comm/rank_protocol.h
+    cuda/include/jax_ulysses/layout/head_exchange.h
+    cuda/include/jax_ulysses/layout/token_order.h
+    cuda/include/jax_ulysses/schedule/a2a_gemm_pieces.h
+    cuda/include/jax_ulysses/schedule/gemm_a2a_tiles.h)
+
+set(JAX_ULYSSES_HOST_SOURCES
+    ffi/group.cc
+    ffi/heap.cc
+    ffi/host/a2a_gemm.cc
+    ffi/host/call.cc
+    ffi/host/exchange.cc
+    ffi/host/gemm_a2a.cc)
+set(JAX_ULYSSES_HOST_HEADERS
+    ffi/group.h
+    ffi/heap.h
+    ffi/host/a2a_gemm.h
+    ffi/host/blocks.h
+    ffi/host/call.h
+    ffi/host/exchange.h
+    ffi/host/gemm.h
+    ffi/host/gemm_a2a.h
+    ffi/host/numeric.h
+    ffi/host/push.h)
+
+# What touches XLA or Python. Not in BUILD: jaxlib's headers and nanobind come from Python wheels.
+set(JAX_ULYSSES_MODULE_SOURCES ffi/a2a_gemm.cc ffi/exchange.cc ffi/gemm_a2a.cc ffi/handler.cc
+                               ffi/module.cc)

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// The edges of the protocol, by name. A build may remove any of them (a template argument of
+// RankProtocol): the negative controls, each of which must make a test fail.
+#ifndef JAX_ULYSSES_COMM_EDGES_H_
+#define JAX_ULYSSES_COMM_EDGES_H_
+
+#include "jax_ulysses/base.h"
+
+namespace jax_ulysses {
+
+enum Edge : uint32_t {
+  kEdgeNone = 0,
+  kEdgeCreditWait = 1u << 0,     // do not wait for a free slot
+  kEdgeDoneRelease = 1u << 1,    // publish "epoch finished" relaxed
+  kEdgeEntryWait = 1u << 2,      // do not look at the peers' entries
+  kEdgeTileWait = 1u << 3,       // do not wait for a tile
+  kEdgeTileRelease = 1u << 4,    // publish a tile relaxed
+  kEdgePieceWait = 1u << 5,      // do not wait for pieces
+  kEdgePieceRelease = 1u << 6,   // count a piece relaxed
+  kEdgeAcquire = 1u << 7,        // no fence after a successful poll
+  kEdgeExitWait = 1u << 8,       // leave without waiting for the others to finish
+  kEdgeAbortCheck = 1u << 9,     // ignore the abort word while waiting
+  kEdgeDeadline = 1u << 10,      // wait for ever
+  kEdgeAbortRelease = 1u << 11,  // raise the abort word relaxed
+};
+
+}  // namespace jax_ulysses
+
+#endif  // JAX_ULYSSES_COMM_EDGES_H_

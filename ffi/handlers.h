@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: Apache-2.0
+// The XLA FFI entry points of the CPU handlers, one per target.
+#ifndef JAX_ULYSSES_FFI_HANDLERS_H_
+#define JAX_ULYSSES_FFI_HANDLERS_H_
+
+#include "xla/ffi/api/c_api.h"
+
+extern "C" {
+XLA_FFI_Error* JaxUlyssesHostExchange(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxUlyssesHostGemmA2a(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxUlyssesHostA2aGemm(XLA_FFI_CallFrame* call_frame);
+}
+
+#endif  // JAX_ULYSSES_FFI_HANDLERS_H_
