@@ -5,7 +5,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+PIP := $(PY) -m pip --disable-pip-version-check -qq
 
 # JAX_ULYSSES_CUDA=ON|OFF|AUTO reaches CMake through pyproject.toml (AUTO: where nvcc is found).
 export JAX_ULYSSES_CUDA ?= AUTO
@@ -25,6 +25,9 @@ PY_DIRS := $(wildcard jax_ulysses ffi pallas models tests benchmarks examples do
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
 CMAKE = $(BIN)/cmake
+# The C++ tests need neither Python nor nvcc: what those build is covered by the install.
+CTEST_FLAGS = -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+  -DJAX_ULYSSES_BUILD_TESTS=ON -DJAX_ULYSSES_PYTHON=OFF -DJAX_ULYSSES_CUDA=OFF
 CTEST = $(BIN)/ctest --output-on-failure --no-tests=error
 # sphinx: warnings are errors; -n is left out because jaxtyping's annotations have no pages.
 SPHINX_ARGS ?= -W --keep-going
@@ -73,17 +76,13 @@ fuzz: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## a long rand
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest -m fuzz --timeout=3600 $(PYTEST_ARGS)
 
 ctest: $(VENV)/.build-tools  ## the C++ tests
-	$(CMAKE) -S . -B build/ctest -G Ninja -DCMAKE_BUILD_TYPE=Release \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DPython_EXECUTABLE=$(abspath $(PY)) -DJAX_ULYSSES_BUILD_TESTS=ON
+	$(CMAKE) -S . -B build/ctest $(CTEST_FLAGS) -DCMAKE_BUILD_TYPE=Release
 	$(CMAKE) --build build/ctest
 	$(CTEST) --test-dir build/ctest
 
 tsan: $(VENV)/.build-tools  ## the C++ tests under ThreadSanitizer
-	$(CMAKE) -S . -B build/tsan -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
-	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DPython_EXECUTABLE=$(abspath $(PY)) -DJAX_ULYSSES_BUILD_TESTS=ON \
-	  -DJAX_ULYSSES_CUDA=OFF -DJAX_ULYSSES_SANITIZE=thread
+	$(CMAKE) -S . -B build/tsan $(CTEST_FLAGS) -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DJAX_ULYSSES_SANITIZE=thread
 	$(CMAKE) --build build/tsan
 	$(CTEST) --test-dir build/tsan
 
