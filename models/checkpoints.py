@@ -25,7 +25,7 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path):
         # Orbax takes seconds to import; wrong settings should not wait for it.
-        import orbax.checkpoint as ocp  # noqa: PLC0415
+        import orbax.checkpoint as ocp
 
         logging.getLogger("absl").setLevel(logging.WARNING)
         self._ocp = ocp

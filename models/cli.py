@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import time
+from typing import Any
 
 from jax_ulysses import TokenOrder, available_implementations
 
@@ -113,31 +114,31 @@ def parse(argv: list[str] | None) -> Options:
         preset = get_preset(name)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    defaults = {
-        "preset": name,
-        "model": preset.model,
-        "dp": 2,
-        "cp": 4,
-        "seq_len": preset.seq_len,
-        "batch": preset.batch,
-        "steps": preset.steps,
-        "lr": preset.lr,
-        "seed": 0,
-        "dtype": "fp32",
-        "token_order": TokenOrder.CONTIGUOUS,
-        "implementation": None,
-        "checkpoint_every": 50,
-    }
-    if saved and name == saved.preset:
-        defaults = {f.name: getattr(saved, f.name) for f in dataclasses.fields(saved)}
-    given = {
+    base = saved
+    if base is None or base.preset != name:
+        base = TrainConfig(
+            preset=name,
+            model=preset.model,
+            dp=2,
+            cp=4,
+            seq_len=preset.seq_len,
+            batch=preset.batch,
+            steps=preset.steps,
+            lr=preset.lr,
+            seed=0,
+            dtype="fp32",
+            token_order=TokenOrder.CONTIGUOUS,
+            implementation=None,
+            checkpoint_every=50,
+        )
+    given: dict[str, Any] = {
         key: value
         for key, value in vars(args).items()
         if value is not None and key not in ("out", "resume", "parity")
     }
     if "token_order" in given:
         given["token_order"] = TokenOrder(given["token_order"])
-    config = TrainConfig(**defaults | given | {"fingerprint": ""})
+    config = dataclasses.replace(base, **given, fingerprint="")
     check(config)
     out = args.out or _new_folder(name)
     if out.exists() and not out.is_dir():

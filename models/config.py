@@ -6,6 +6,7 @@ import json
 import pathlib
 
 from jax_ulysses import TokenOrder
+from jax_ulysses.dispatch import ImplementationName
 
 from .presets import ModelConfig
 
@@ -47,7 +48,7 @@ class TrainConfig:
     seed: int
     dtype: str
     token_order: TokenOrder
-    implementation: str | None
+    implementation: ImplementationName | None
     checkpoint_every: int
     data: str | None = None
     fingerprint: str = ""

@@ -63,7 +63,7 @@ def plot_loss(
 ) -> None:
     """Draws the training loss over steps, and the final validation loss."""
     # Figure without pyplot: no display, no global state. Slow to import.
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -93,11 +93,14 @@ class Progress:
 
     def __enter__(self):
         if sys.stderr.isatty():
-            from rich.console import Console  # noqa: PLC0415
-            from rich.progress import BarColumn  # noqa: PLC0415
-            from rich.progress import MofNCompleteColumn  # noqa: PLC0415
-            from rich.progress import Progress as Bar  # noqa: PLC0415
-            from rich.progress import TextColumn, TimeRemainingColumn  # noqa: PLC0415
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
+            from rich.progress import Progress as Bar
 
             self._bar = Bar(
                 TextColumn("{task.description}"),

@@ -27,6 +27,8 @@ from .parity import compare
 from .report import Metrics, Progress, plot_loss, say, tokens_per_s
 from .trainer import StepRecord, Trainer
 
+# Implementations that exchange through a peer group; others work without one.
+_NEED_PEERS = ("cuda", "host")
 _EXIT_WRONG_ARGUMENTS = 2
 _EXIT_INTERRUPTED = 130
 
@@ -68,11 +70,15 @@ def _prepare(options: Options) -> tuple[Options, Trainer, Checkpoints]:
         check_resumable(options.saved, config)
     provide_virtual_devices(config.dp * config.cp)
     trainer = Trainer(config, corpus)
+    if config.implementation in _NEED_PEERS:
+        jax_ulysses.initialize(trainer.mesh, axis_name="cp")
     start = time.perf_counter()
     try:
         trainer.compile()
     except NotImplementedError as error:
-        raise ConfigError(f"--implementation {config.implementation}: {error}") from error
+        raise ConfigError(
+            f"--implementation {config.implementation}: {error}"
+        ) from error
     say(
         f"mesh: dp {config.dp} x cp {config.cp} on {jax.devices()[0].platform}; "
         f"compiled in {time.perf_counter() - start:.1f} s"
@@ -132,7 +138,9 @@ def _train(options: Options, interrupt: _Interrupt) -> int:
         "parity": None,
     }
     if options.parity and mine and not interrupt.requested:
-        reference = Trainer(config, trainer.corpus, cp=1)
+        # The implementation that defines correctness, whatever the first run took.
+        plain = dataclasses.replace(config, cp=1, implementation="xla")
+        reference = Trainer(plain, trainer.corpus)
         with Progress("parity, cp 1", config.steps, tokens_per_step) as progress:
 
             def on_reference_step(record: StepRecord) -> bool:
@@ -186,7 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse(argv)
         with _Interrupt() as interrupt:
-            return _train(options, interrupt)
+            try:
+                return _train(options, interrupt)
+            finally:
+                jax_ulysses.finalize()
     except ConfigError as error:
         say(f"error: {' '.join(str(error).split())}")
         return _EXIT_WRONG_ARGUMENTS

@@ -91,19 +91,15 @@ class Trainer:
     Args:
       config: The run's settings.
       corpus: The text.
-      cp: P in place of the settings' one; the parity run uses 1.
 
     Raises:
       ConfigError: If the mesh needs more devices than there are.
     """
 
-    def __init__(
-        self, config: TrainConfig, corpus: data.Corpus, *, cp: int | None = None
-    ):
+    def __init__(self, config: TrainConfig, corpus: data.Corpus):
         self.config = config
         self.corpus = corpus
-        self.mesh = make_mesh(config.dp, config.cp if cp is None else cp)
-        self._num_ranks = self.mesh.shape["cp"]
+        self.mesh = make_mesh(config.dp, config.cp)
         self._optimizer = _optimizer(config)
         self._compiled: Any = None
         with jax.set_mesh(self.mesh):
@@ -148,7 +144,7 @@ class Trainer:
     def put_batch(self, tokens: np.ndarray, targets: np.ndarray):
         """Returns a batch as [B over dp, S over cp], in the run's token order."""
         if self.config.token_order is jax_ulysses.TokenOrder.ZIGZAG:
-            order = _zigzag_order(tokens.shape[1], self._num_ranks)
+            order = _zigzag_order(tokens.shape[1], self.config.cp)
             # Targets move with their tokens; positions follow in the attention.
             tokens, targets = tokens[:, order], targets[:, order]
         sharded = NamedSharding(self.mesh, PartitionSpec("dp", "cp"))

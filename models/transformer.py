@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 import jax_ulysses
+from jax_ulysses.dispatch import Implementation
 
 from .attention import UlyssesAttention
 from .presets import ModelConfig
@@ -34,9 +35,7 @@ class SwiGLU(nnx.Module):
         self.gate_up = nnx.Linear(
             d_model, 2 * ffn_dim, use_bias=False, dtype=dtype, rngs=rngs
         )
-        self.down = nnx.Linear(
-            ffn_dim, d_model, use_bias=False, dtype=dtype, rngs=rngs
-        )
+        self.down = nnx.Linear(ffn_dim, d_model, use_bias=False, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Applies the layer to every token."""
@@ -60,7 +59,7 @@ class Block(nnx.Module):
         config: ModelConfig,
         *,
         token_order: jax_ulysses.TokenOrder,
-        implementation: str | None,
+        implementation: Implementation,
         dtype,
         rngs: nnx.Rngs,
     ):
@@ -110,7 +109,7 @@ class Transformer(nnx.Module):
         config: ModelConfig,
         *,
         token_order: jax_ulysses.TokenOrder = jax_ulysses.TokenOrder.CONTIGUOUS,
-        implementation: str | None = None,
+        implementation: Implementation = None,
         dtype=jnp.float32,
         remat: bool = True,
         rngs: nnx.Rngs,

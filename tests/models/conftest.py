@@ -14,7 +14,7 @@ from jax_ulysses.models.presets import ModelConfig
 
 @pytest.fixture(scope="session")
 def model_config() -> ModelConfig:
-    """Eight query heads share two KV heads, so cp 1, 2 split them and 4, 8 replicate."""
+    """Eight query heads, two KV heads: cp 1 and 2 split them, cp 4 and 8 replicate."""
     return ModelConfig(
         d_model=32,
         num_layers=2,

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The split over ranks changes nothing, and each rank sees the whole sequence."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,9 +67,7 @@ def _build(config, mesh, **kwargs):
             ),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
-        shape = nnx.eval_shape(
-            lambda: Transformer(config, rngs=nnx.Rngs(0), **kwargs)
-        )
+        shape = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), **kwargs))
         return nnx.graphdef(shape), make()
 
 
@@ -173,12 +169,18 @@ def test_a_later_token_does_not_reach_an_earlier_one(model_config, tokens):
     assert (np.abs(after - before)[:, 20:].max(axis=-1) > 1e-6).all()
 
 
-def test_a_rank_of_padding_alone_is_harmless(model_config, tokens):
-    """The last rank holds no real token: no NaN, and the rest is as without it."""
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_of_padding_alone_is_harmless(rank, model_config, tokens):
+    """One rank holds no real token: no NaN, and the rest is as without it.
+
+    On rank 0 the padding precedes all real tokens, where only the mask hides it, and
+    its own rows see nothing at all.
+    """
     mesh = make_mesh(2, 4)
     graph, params = _build(model_config, mesh)
     mask = np.ones(tokens.shape, bool)
-    mask[:, 24:] = False
+    padding = slice(8 * rank, 8 * rank + 8)
+    mask[:, padding] = False
 
     def loss(params, tokens, mask):
         logits = nnx.merge(graph, params)(tokens, padding_mask=mask)
@@ -186,7 +188,7 @@ def test_a_rank_of_padding_alone_is_harmless(model_config, tokens):
 
     run = jax.jit(jax.value_and_grad(loss, has_aux=True))
     other = tokens.copy()
-    other[:, 24:] = 7
+    other[:, padding] = 7
     with jax.set_mesh(mesh):
         results = [run(params, *_put(mesh, t, mask)) for t in (tokens, other)]
     for (value, logits), grads in results:
@@ -197,46 +199,13 @@ def test_a_rank_of_padding_alone_is_harmless(model_config, tokens):
     assert float(results[0][0][0]) == float(results[1][0][0])
     for a, b in zip(*(jax.tree.leaves(r[1]) for r in results), strict=True):
         np.testing.assert_array_equal(a, b)
-    # Causal: the real tokens' logits are those of the dense model on them alone.
-    expected = _dense_logits(nnx.to_pure_dict(params), model_config, tokens[:, :24])
+    # The real tokens' logits are those of the dense model on them alone. (RoPE depends
+    # on distances only, so padding in front does not matter.)
+    real = mask[0]
+    expected = _dense_logits(nnx.to_pure_dict(params), model_config, tokens[:, real])
     np.testing.assert_allclose(
-        np.asarray(results[0][0][1])[:, :24], expected, rtol=0, atol=2e-5
+        np.asarray(results[0][0][1])[:, real], expected, rtol=0, atol=2e-5
     )
-
-
-def _count_in_loops(hlo: str, op: str) -> list[int]:
-    """Counts an op in each computation that contains it."""
-    computations = re.split(r"\n\n", hlo)
-    counts = [len(re.findall(rf" {op}(?:-start)?\(", c)) for c in computations]
-    return sorted(count for count in counts if count)
-
-
-def test_a_step_exchanges_twice_forward_and_twice_backward(train_config, corpus):
-    hlo = Trainer(train_config(), corpus).compile().as_text()
-    # Layers are scanned: one loop body forward, one backward. Rematerialisation adds
-    # none, and nothing is gathered: activations stay sharded over the sequence.
-    assert _count_in_loops(hlo, "all-to-all") == [2, 2]
-    assert _count_in_loops(hlo, "all-gather") == []
-    # Local sequence 32 / 4, local batch 8 / 2; the whole sequence only inside heads.
-    assert "f32[4,8,32]" in hlo
-    assert "f32[4,32,32]" not in hlo
-    assert "f32[8,8,32]" not in hlo
-
-
-def test_remat_without_the_policy_would_exchange_again(train_config, corpus):
-    """The counter above can see a recomputed exchange."""
-    trainer = Trainer(train_config(), corpus)
-    with jax.set_mesh(trainer.mesh):
-        state = trainer.abstract_state()["params"]
-        batch = trainer.put_batch(*trainer._train_batch(0))
-        again = jax.checkpoint(trainer.loss)
-        step = jax.jit(jax.value_and_grad(again)).lower(state, *batch).compile()
-    assert sum(_count_in_loops(step.as_text(), "all-to-all")) > 4
-
-
-def test_cp_1_has_no_exchange(train_config, corpus):
-    hlo = Trainer(train_config(dp=8, cp=1), corpus).compile().as_text()
-    assert " all-to-all(" not in hlo
 
 
 def test_the_loss_counts_real_tokens_once():
