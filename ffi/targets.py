@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The FFI targets: registered once, and callable with plain ints and arrays.
+
+Letters: B batch, S global sequence, T = S / P, M heads of one segment, H head
+dimension, D model dimension, C = sum(M) * H columns of a fused matrix, P ranks.
+``local`` heads of a segment are M / P, or 1 where P is a multiple of M (the head is
+then replicated on P / M ranks).
+
+The wrappers run per device, inside ``shard_map`` with every mesh axis manual. The
+process must have made the group (``group_create``) before the program runs; tracing
+and lowering need no group and no GPU.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ulysses.ffi import _targets
+
+group_create = _targets.group_create
+group_destroy = _targets.group_destroy
+group_info = _targets.group_info
+inject_fault = _targets.inject_fault
+build_info = _targets.build_info
+
+EXCHANGE = "jax_ulysses.exchange.v1"
+GEMM_A2A = "jax_ulysses.gemm_a2a.v1"
+A2A_GEMM = "jax_ulysses.a2a_gemm.v1"
+
+SCATTER = 0
+GATHER = 1
+
+_lock = threading.Lock()
+
+
+def register() -> None:
+    """Registers the CPU handlers with XLA. Any call after the first does nothing.
+
+    Importing this module registers. The mark lies on the extension module, which
+    the interpreter loads once, so that reloading this file does not register again.
+    """
+    with _lock:
+        if getattr(_targets, "_registered", False):
+            return
+        for name, capsule in _targets.registrations().items():
+            jax.ffi.register_ffi_target(name, capsule, platform="cpu", api_version=1)
+        _targets._registered = True
+
+
+register()
+
+
+def local_heads(heads: int, num_ranks: int) -> int:
+    """Heads of one segment on each rank.
+
+    Args:
+      heads: M, global.
+      num_ranks: P.
+
+    Raises:
+      ValueError: M is neither a multiple nor a divisor of P.
+    """
+    if heads < 1 or (heads % num_ranks != 0 and num_ranks % heads != 0):
+        raise ValueError(
+            f"{heads} heads over P={num_ranks} ranks: must be a multiple or a divisor"
+        )
+    return max(heads // num_ranks, 1)
+
+
+def exchange(
+    parts: Sequence[jax.Array],
+    *,
+    group: int,
+    heads: Sequence[int],
+    num_ranks: int,
+    direction: int,
+    token_order: int = 0,
+    sum_replicas: bool = False,
+    varying_axes: Sequence[str] = (),
+) -> tuple[jax.Array, ...]:
+    """One all-to-all for all segments.
+
+    Args:
+      parts: per segment [B, T, M, H] to scatter, [B, S, local, H] to gather.
+      group: session of the peer group.
+      heads: M of each segment.
+      num_ranks: P.
+      direction: SCATTER or GATHER.
+      token_order: 0 contiguous, 1 zigzag.
+      sum_replicas: when gathering, sum the copies of a replicated head (in float32,
+        rounded once) instead of taking the first.
+      varying_axes: mesh axes over which the results vary besides those of operands.
+
+    Returns:
+      Per segment the other of the two shapes.
+    """
+    first = parts[0]
+    batch, tokens, _, head_dim = first.shape
+    if direction == SCATTER:
+        shapes = [
+            (batch, tokens * num_ranks, local_heads(m, num_ranks), head_dim)
+            for m in heads
+        ]
+    else:
+        shapes = [(batch, tokens // num_ranks, m, head_dim) for m in heads]
+    results = [_result(s, parts, varying_axes) for s in shapes]
+    return tuple(
+        jax.ffi.ffi_call(EXCHANGE, results)(
+            *parts,
+            **_attributes(group, token_order, heads),
+            direction=np.int64(direction),
+            sum_replicas=np.int64(sum_replicas),
+        )
+    )
+
+
+def gemm_a2a(
+    x: jax.Array,
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    group: int,
+    heads: Sequence[int],
+    num_ranks: int,
+    head_dim: int,
+    token_order: int = 0,
+    w_transposed: bool = False,
+    varying_axes: Sequence[str] = (),
+) -> tuple[jax.Array, ...]:
+    """Projects a sequence shard and scatters the heads: x @ w + bias, then all-to-all.
+
+    Args:
+      x: [B, T, D].
+      w: [D, C], or [C, D] if w_transposed (then x @ w.T).
+      bias: [C] or None; added in the accumulator.
+      group: session of the peer group.
+      heads: M of each segment.
+      num_ranks: P.
+      head_dim: H.
+      token_order: 0 contiguous, 1 zigzag.
+      w_transposed: how w is stored.
+      varying_axes: mesh axes over which the results vary besides those of operands.
+
+    Returns:
+      Per segment [B, S, local, H] of x's dtype.
+    """
+    batch, tokens, _ = x.shape
+    operands = (x, w, _bias(bias, x))
+    results = [
+        _result(
+            (batch, tokens * num_ranks, local_heads(m, num_ranks), head_dim),
+            operands,
+            varying_axes,
+        )
+        for m in heads
+    ]
+    return tuple(
+        jax.ffi.ffi_call(GEMM_A2A, results)(
+            *operands,
+            **_attributes(group, token_order, heads),
+            head_dim=np.int64(head_dim),
+            w_transposed=np.int64(w_transposed),
+        )
+    )
+
+
+def a2a_gemm(
+    parts: Sequence[jax.Array],
+    w: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    group: int,
+    heads: Sequence[int],
+    num_ranks: int,
+    token_order: int = 0,
+    w_transposed: bool = False,
+    varying_axes: Sequence[str] = (),
+) -> tuple[jax.Array, jax.Array]:
+    """Gathers head shards and projects them: all-to-all, then g @ w + bias.
+
+    Args:
+      parts: per segment [B, S, local, H].
+      w: [C, D], or [D, C] if w_transposed (then g @ w.T).
+      bias: [D] or None; added in the accumulator.
+      group: session of the peer group.
+      heads: M of each segment.
+      num_ranks: P.
+      token_order: 0 contiguous, 1 zigzag.
+      w_transposed: how w is stored.
+      varying_axes: mesh axes over which the results vary besides those of operands.
+
+    Returns:
+      y [B, T, D], and what it was made from, g [B, T, C]. The copies of a replicated
+      head are summed in g (in float32, rounded once).
+    """
+    batch, tokens, _, head_dim = parts[0].shape
+    operands = (*parts, w, _bias(bias, parts[0]))
+    local = (batch, tokens // num_ranks)
+    results = [
+        _result((*local, w.shape[0 if w_transposed else 1]), operands, varying_axes),
+        _result((*local, sum(heads) * head_dim), operands, varying_axes),
+    ]
+    y, gathered = jax.ffi.ffi_call(A2A_GEMM, results)(
+        *operands,
+        **_attributes(group, token_order, heads),
+        w_transposed=np.int64(w_transposed),
+    )
+    return y, gathered
+
+
+def _attributes(group, token_order, heads):
+    return dict(
+        group=np.int64(group),
+        token_order=np.int64(token_order),
+        heads=np.array(heads, np.int64),
+    )
+
+
+def _bias(bias, like):
+    # Targets have a fixed number of operands; an empty bias is none.
+    return jnp.zeros((0,), like.dtype) if bias is None else bias
+
+
+def _result(shape, operands, varying_axes):
+    """Type of a result: varies over every mesh axis that any operand varies over.
+
+    A bare ShapeDtypeStruct would be typed as replicated under shard_map, and a wrong
+    shard returned without an error.
+    """
+    types = [jax.typeof(x) for x in operands]
+    varying = frozenset(varying_axes).union(*(t.mat.varying for t in types))
+    return types[0].update(
+        shape=shape,
+        weak_type=False,
+        manual_axis_type=types[0].mat.update(varying=varying),
+    )
