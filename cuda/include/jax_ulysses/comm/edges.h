@@ -22,6 +22,13 @@ enum Edge : uint32_t {
   kEdgeAbortCheck = 1u << 9,     // ignore the abort word while waiting
   kEdgeDeadline = 1u << 10,      // wait for ever
   kEdgeAbortRelease = 1u << 11,  // raise the abort word relaxed
+  // Only in kernels.
+  kEdgeBulkComplete = 1u << 12,  // signal when a bulk store has been read, not when it is complete
+  kEdgeProxyFence = 1u << 13,    // no proxy fence between an acquired flag and a bulk load
+  kEdgeHandOff = 1u << 14,       // publisher does not wait for the storing warp
+  kEdgeRing = 1u << 15,          // refill a shared-memory stage while it is still being read
+  // As the template argument: the edges are taken from CallInfo::removed_edges.
+  kEdgesAtRunTime = 1u << 31,
 };
 
 }  // namespace jax_ulysses

@@ -42,6 +42,8 @@ struct CallInfo {
   Operator op = Operator::kNone;
   uint32_t agreement = 0;    // hash of operator, shapes and types: equal on all ranks, or an error
   uint64_t deadline_ns = 0;  // of every single wait; 0 waits for ever
+  // Read only by RankProtocol<.., kEdgesAtRunTime>.
+  uint32_t removed_edges = kEdgeNone;
 };
 
 // True when `flag`, which only grows, has reached `target`. The signed difference makes
@@ -53,62 +55,71 @@ JU_HD constexpr bool Reached(uint32_t flag, uint32_t target) {
 template <class Mem, uint32_t kRemoved = kEdgeNone>
 class RankProtocol {
  public:
-  JU_HD explicit RankProtocol(const CallInfo& call) : call_(call) {
+  // Keeps a pointer: `call` outlives every copy of this object. (A copy of it would not fit into
+  // registers.)
+  JU_HD explicit RankProtocol(const CallInfo& call) : call_(&call) {
     // Own word, written by the previous call of this rank, which has ended: relaxed is enough.
-    epoch_ = Mem::LoadRelaxed(Own(call_.layout.epoch())) + 1;
+    epoch_ = Mem::LoadRelaxed(Own(call_->layout.epoch())) + 1;
   }
 
   JU_HD uint32_t epoch() const { return epoch_; }
-  JU_HD int64_t slot_index() const { return epoch_ % call_.layout.num_slots; }
-  JU_HD const CallInfo& call() const { return call_; }
+  JU_HD int64_t slot_index() const { return epoch_ % call_->layout.num_slots; }
+  JU_HD const CallInfo& call() const { return *call_; }
 
   // This epoch's slot in the heap of `rank`.
   JU_HD char* Slot(int rank) const {
-    return call_.peers.heap[rank] + call_.layout.slot(slot_index());
+    return call_->peers.heap[rank] + call_->layout.slot(slot_index());
   }
 
-  JU_HD bool Aborted() const { return Mem::LoadRelaxed(Own(call_.layout.abort())) != 0; }
+  JU_HD bool Aborted() const { return Mem::LoadRelaxed(Own(call_->layout.abort())) != 0; }
 
   // Edge "credit". Releases: every rank, in Finish of epoch e - num_slots. Acquires: every rank
   // before it writes this epoch's slot, its own or a peer's. Scope: system.
   // All ranks are asked, not only the later readers of what this rank writes: in the previous use
   // of a slot each rank may have read it (pull) or written it (push), whatever the operator.
   JU_HD bool WaitSlotFree() {
-    if (kRemoved & kEdgeCreditWait) return true;
-    const uint32_t target = epoch_ - static_cast<uint32_t>(call_.layout.num_slots);
-    return WaitDone(target, FaultKind::kCreditTimeout);
+    if (Removed(kEdgeCreditWait)) return true;
+    return WaitDone(credit_target(), FaultKind::kCreditTimeout);
+  }
+  // The same for one peer: a warp asks all of them at once, one per lane.
+  JU_HD bool WaitSlotFree(int peer) {
+    if (Removed(kEdgeCreditWait)) return true;
+    return WaitDone(peer, credit_target(), FaultKind::kCreditTimeout);
   }
 
   // Edge "entry". Releases: each rank here, at every peer. Acquires: the peers in WaitEntries.
   // Scope: system. One 64-bit word carries epoch and hash, so they cannot be torn, and no other
   // data hangs on it. It has a ring of its own because a peer may be one call ahead.
   JU_HD void PublishEntry() {
-    const uint64_t word = static_cast<uint64_t>(epoch_) << 32 | call_.agreement;
-    for (int i = 0; i < num_ranks(); ++i) {
-      const int peer = RotatedPeer(i);
-      Mem::StoreRelease(EntryWord(peer, call_.rank), word);
-    }
+    for (int i = 0; i < num_ranks(); ++i) PublishEntry(RotatedPeer(i));
+  }
+  JU_HD void PublishEntry(int peer) {
+    const uint64_t word = static_cast<uint64_t>(epoch_) << 32 | call_->agreement;
+    Mem::StoreRelease(EntryWord(peer, call_->rank), word);
   }
 
   // Waits until every peer has entered this epoch, and compares what it came for.
   JU_HD bool WaitEntries() {
-    if (kRemoved & kEdgeEntryWait) return true;
     for (int i = 0; i < num_ranks(); ++i) {
-      const int peer = RotatedPeer(i);
-      const uint64_t* word = EntryWord(call_.rank, peer);
-      uint64_t seen = 0;
-      const bool entered = WaitUntil(
-          [&] {
-            seen = Mem::LoadRelaxed(word);
-            // Equality: the credit keeps a peer from reusing this entry before we are done.
-            return static_cast<uint32_t>(seen >> 32) == epoch_;
-          },
-          FaultKind::kEntryTimeout, peer, -1);
-      if (!entered) return false;
-      if (static_cast<uint32_t>(seen) != call_.agreement) {
-        Raise(FaultKind::kDisagreement, peer, -1, static_cast<uint32_t>(seen));
-        return false;
-      }
+      if (!WaitEntry(RotatedPeer(i))) return false;
+    }
+    return true;
+  }
+  JU_HD bool WaitEntry(int peer) {
+    if (Removed(kEdgeEntryWait)) return true;
+    const uint64_t* word = EntryWord(call_->rank, peer);
+    uint64_t seen = 0;
+    const bool entered = WaitUntil(
+        [&] {
+          seen = Mem::LoadRelaxed(word);
+          // Equality: the credit keeps a peer from reusing this entry before we are done.
+          return static_cast<uint32_t>(seen >> 32) == epoch_;
+        },
+        FaultKind::kEntryTimeout, peer, -1);
+    if (!entered) return false;
+    if (static_cast<uint32_t>(seen) != call_->agreement) {
+      Raise(FaultKind::kDisagreement, peer, -1, static_cast<uint32_t>(seen));
+      return false;
     }
     return true;
   }
@@ -116,8 +127,8 @@ class RankProtocol {
   // Edge "tile". Releases: the source, at the destination, after the tile lies complete in the
   // source's slot. Acquires: the destination in WaitTile, before it reads that slot. Scope: system.
   JU_HD void PublishTile(int dest, int64_t tile) {
-    uint32_t* flag = At(dest, call_.layout.ready(call_.rank, tile));
-    if (kRemoved & kEdgeTileRelease) {
+    uint32_t* flag = At(dest, call_->layout.ready(call_->rank, tile));
+    if (Removed(kEdgeTileRelease)) {
       Mem::StoreRelaxed(flag, epoch_);
     } else {
       Mem::StoreRelease(flag, epoch_);
@@ -128,9 +139,9 @@ class RankProtocol {
   // The narrow window, unlike a bare sign test, also refuses a flag that was last used more than
   // 2^31 calls ago.
   JU_HD bool WaitTile(int source, int64_t tile) {
-    if (kRemoved & kEdgeTileWait) return true;
-    const uint32_t* flag = Own(call_.layout.ready(source, tile));
-    const uint32_t window = static_cast<uint32_t>(call_.layout.num_slots);
+    if (Removed(kEdgeTileWait)) return true;
+    const uint32_t* flag = Own(call_->layout.ready(source, tile));
+    const uint32_t window = static_cast<uint32_t>(call_->layout.num_slots);
     return WaitUntil([&] { return Mem::LoadRelaxed(flag) - epoch_ < window; },
                      FaultKind::kTileTimeout, source, tile);
   }
@@ -140,8 +151,8 @@ class RankProtocol {
   // its slot. Scope: system. Counters are never reset; what earlier calls used up is in `taken`,
   // so calls of different shapes may share them.
   JU_HD void PublishPiece(int dest, int64_t block) {
-    uint32_t* counter = At(dest, call_.layout.arrived(call_.rank, block));
-    if (kRemoved & kEdgePieceRelease) {
+    uint32_t* counter = At(dest, call_->layout.arrived(call_->rank, block));
+    if (Removed(kEdgePieceRelease)) {
       Mem::AddRelaxed(counter, 1);
     } else {
       Mem::AddRelease(counter, 1);
@@ -149,9 +160,9 @@ class RankProtocol {
   }
 
   JU_HD bool WaitPieces(int source, int64_t block, uint32_t pieces) {
-    if (kRemoved & kEdgePieceWait) return true;
-    const uint32_t* counter = Own(call_.layout.arrived(source, block));
-    const uint32_t target = Mem::LoadRelaxed(Own(call_.layout.taken(source, block))) + pieces;
+    if (Removed(kEdgePieceWait)) return true;
+    const uint32_t* counter = Own(call_->layout.arrived(source, block));
+    const uint32_t target = Mem::LoadRelaxed(Own(call_->layout.taken(source, block))) + pieces;
     return WaitUntil([&] { return Reached(Mem::LoadRelaxed(counter), target); },
                      FaultKind::kPieceTimeout, source, block);
   }
@@ -159,7 +170,7 @@ class RankProtocol {
   // Uses up `pieces` arrivals. Once per block and call, after the last WaitPieces on it; only this
   // rank touches the word.
   JU_HD void TakePieces(int source, int64_t block, uint32_t pieces) {
-    uint32_t* word = Own(call_.layout.taken(source, block));
+    uint32_t* word = Own(call_->layout.taken(source, block));
     Mem::StoreRelaxed(word, Mem::LoadRelaxed(word) + pieces);
   }
 
@@ -168,52 +179,54 @@ class RankProtocol {
   // here), so that an error of any rank in this call is an error of all. Without it a rank may end
   // while its data is still parked in slots; the credit protects them.
   JU_HD bool Finish(bool handshake) {
-    for (int i = 0; i < num_ranks(); ++i) {
-      uint32_t* word = At(RotatedPeer(i), call_.layout.done(call_.rank));
-      if (kRemoved & kEdgeDoneRelease) {
-        Mem::StoreRelaxed(word, epoch_);
-      } else {
-        Mem::StoreRelease(word, epoch_);
-      }
-    }
-    if (handshake && !(kRemoved & kEdgeExitWait) && !WaitDone(epoch_, FaultKind::kExitTimeout)) {
+    for (int i = 0; i < num_ranks(); ++i) PublishDone(RotatedPeer(i));
+    if (handshake && !Removed(kEdgeExitWait) && !WaitDone(epoch_, FaultKind::kExitTimeout)) {
       return false;
     }
-    Mem::StoreRelaxed(Own(call_.layout.epoch()), epoch_);
+    AdvanceEpoch();
     return true;
   }
+  JU_HD void PublishDone(int peer) {
+    uint32_t* word = At(peer, call_->layout.done(call_->rank));
+    if (Removed(kEdgeDoneRelease)) {
+      Mem::StoreRelaxed(word, epoch_);
+    } else {
+      Mem::StoreRelease(word, epoch_);
+    }
+  }
+  JU_HD void AdvanceEpoch() { Mem::StoreRelaxed(Own(call_->layout.epoch()), epoch_); }
 
   // Edge "abort". Releases: the raiser, at every rank, after its fault record lies there.
   // Acquires: ReadFault. Scope: system. A rank raises at most once, so its line is written once.
   JU_HD void Raise(FaultKind kind, int peer, int64_t tile, uint32_t detail = 0) {
-    if (Mem::Exchange(Own(call_.layout.raised()), 1) != 0) return;
+    if (Mem::Exchange(Own(call_->layout.raised()), 1) != 0) return;
     const uint32_t words[kFaultWords] = {static_cast<uint32_t>(kind),
-                                         static_cast<uint32_t>(call_.rank),
+                                         static_cast<uint32_t>(call_->rank),
                                          static_cast<uint32_t>(peer),
-                                         static_cast<uint32_t>(call_.op),
+                                         static_cast<uint32_t>(call_->op),
                                          static_cast<uint32_t>(tile),
                                          epoch_,
                                          detail};
     for (int i = 0; i < num_ranks(); ++i) {
       const int target = RotatedPeer(i);
-      uint32_t* line = At(target, call_.layout.fault(call_.rank));
+      uint32_t* line = At(target, call_->layout.fault(call_->rank));
       for (int w = 0; w < kFaultWords; ++w) Mem::StoreRelaxed(line + w, words[w]);
-      uint32_t* word = At(target, call_.layout.abort());
-      if (kRemoved & kEdgeAbortRelease) {
-        Mem::StoreRelaxed(word, static_cast<uint32_t>(call_.rank) + 1);
+      uint32_t* word = At(target, call_->layout.abort());
+      if (Removed(kEdgeAbortRelease)) {
+        Mem::StoreRelaxed(word, static_cast<uint32_t>(call_->rank) + 1);
       } else {
-        Mem::StoreRelease(word, static_cast<uint32_t>(call_.rank) + 1);
+        Mem::StoreRelease(word, static_cast<uint32_t>(call_->rank) + 1);
       }
     }
   }
 
   // The record behind the abort word of this rank; kind kNone when there is none.
   JU_HD Fault ReadFault() const {
-    const uint32_t raiser = Mem::LoadRelaxed(Own(call_.layout.abort()));
+    const uint32_t raiser = Mem::LoadRelaxed(Own(call_->layout.abort()));
     Fault fault;
     if (raiser == 0) return fault;
     Mem::AcquireFence();
-    const uint32_t* line = Own(call_.layout.fault(raiser - 1));
+    const uint32_t* line = Own(call_->layout.fault(raiser - 1));
     fault.kind = static_cast<FaultKind>(Mem::LoadRelaxed(line));
     fault.rank = static_cast<int32_t>(Mem::LoadRelaxed(line + 1));
     fault.peer = static_cast<int32_t>(Mem::LoadRelaxed(line + 2));
@@ -225,29 +238,38 @@ class RankProtocol {
   }
 
  private:
-  JU_HD int num_ranks() const { return static_cast<int>(call_.layout.num_ranks); }
+  JU_HD bool Removed(uint32_t edge) const {
+    if constexpr (kRemoved == kEdgesAtRunTime) return (call_->removed_edges & edge) != 0;
+    return (kRemoved & edge) != 0;
+  }
+
+  JU_HD int num_ranks() const { return static_cast<int>(call_->layout.num_ranks); }
 
   // Starts after the own rank, so that not everyone talks to rank 0 first; ends with itself.
-  JU_HD int RotatedPeer(int i) const { return (call_.rank + 1 + i) % num_ranks(); }
+  JU_HD int RotatedPeer(int i) const { return (call_->rank + 1 + i) % num_ranks(); }
 
   JU_HD uint32_t* At(int rank, int64_t offset) const {
-    return reinterpret_cast<uint32_t*>(call_.peers.heap[rank] + offset);
+    return reinterpret_cast<uint32_t*>(call_->peers.heap[rank] + offset);
   }
-  JU_HD uint32_t* Own(int64_t offset) const { return At(call_.rank, offset); }
+  JU_HD uint32_t* Own(int64_t offset) const { return At(call_->rank, offset); }
   JU_HD uint64_t* EntryWord(int holder, int writer) const {
-    return reinterpret_cast<uint64_t*>(call_.peers.heap[holder] +
-                                       call_.layout.entry(slot_index(), writer));
+    return reinterpret_cast<uint64_t*>(call_->peers.heap[holder] +
+                                       call_->layout.entry(slot_index(), writer));
+  }
+
+  JU_HD uint32_t credit_target() const {
+    return epoch_ - static_cast<uint32_t>(call_->layout.num_slots);
   }
 
   JU_HD bool WaitDone(uint32_t target, FaultKind kind) {
     for (int i = 0; i < num_ranks() - 1; ++i) {
-      const int peer = RotatedPeer(i);
-      const uint32_t* word = Own(call_.layout.done(peer));
-      if (!WaitUntil([&] { return Reached(Mem::LoadRelaxed(word), target); }, kind, peer, -1)) {
-        return false;
-      }
+      if (!WaitDone(RotatedPeer(i), target, kind)) return false;
     }
     return true;
+  }
+  JU_HD bool WaitDone(int peer, uint32_t target, FaultKind kind) {
+    const uint32_t* word = Own(call_->layout.done(peer));
+    return WaitUntil([&] { return Reached(Mem::LoadRelaxed(word), target); }, kind, peer, -1);
   }
 
   // Polls relaxed and fences once after success: a load with acquire in every poll costs more.
@@ -255,21 +277,21 @@ class RankProtocol {
   JU_HD bool WaitUntil(Condition&& condition, FaultKind kind, int peer, int64_t tile) {
     uint64_t start = 0;
     for (int polls = 0; !condition(); ++polls) {
-      if (!(kRemoved & kEdgeAbortCheck) && Aborted()) return false;
+      if (!Removed(kEdgeAbortCheck) && Aborted()) return false;
       Mem::Pause(polls);
-      if (call_.deadline_ns == 0 || (kRemoved & kEdgeDeadline)) continue;
+      if (call_->deadline_ns == 0 || Removed(kEdgeDeadline)) continue;
       const uint64_t now = Mem::NowNs();
       if (start == 0) start = now;
-      if (now - start > call_.deadline_ns) {
+      if (now - start > call_->deadline_ns) {
         Raise(kind, peer, tile);
         return false;
       }
     }
-    if (!(kRemoved & kEdgeAcquire)) Mem::AcquireFence();
+    if (!Removed(kEdgeAcquire)) Mem::AcquireFence();
     return true;
   }
 
-  CallInfo call_;
+  const CallInfo* call_;
   uint32_t epoch_ = 0;
 };
 
