@@ -7,7 +7,7 @@ Written by hand and without the library, so that a mistake there cannot cancel h
 
 import numpy as np
 
-from . import mapping_oracle
+from tests.helpers import mapping_oracle
 
 
 def wide(*arrays):

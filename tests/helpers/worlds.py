@@ -61,6 +61,10 @@ class World:
         """Places several operands, each under its own spec."""
         return tuple(self.put(v, s) for v, s in zip(values, specs, strict=True))
 
+    def abstract(self, shape, dtype="float32", spec=P()):
+        """The shape of an operand placed so."""
+        return abstract(self.mesh, shape, dtype, spec)
+
     def shard_map(self, fn, in_specs, out_specs):
         return jax.shard_map(fn, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
 
@@ -79,6 +83,12 @@ class World:
             return out, back(cotangent)
 
         return both
+
+
+def abstract(mesh, shape, dtype="float32", spec=P()) -> jax.ShapeDtypeStruct:
+    """A shape on a mesh, which may be an abstract one of any size."""
+    sharding = NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(shape, jax.numpy.dtype(dtype), sharding=sharding)
 
 
 @functools.cache

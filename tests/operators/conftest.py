@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of this folder."""
 
-from ..helpers.implementations import implementation as implementation
+from tests.helpers.implementations import implementation as implementation

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ulysses as ju
 from jax_ulysses import TokenOrder
-
-from ..helpers import mapping_oracle, tags
-from ..helpers.worlds import world
+from tests.helpers import mapping_oracle, tags
+from tests.helpers.worlds import world
 
 ORDERS = {False: TokenOrder.CONTIGUOUS, True: TokenOrder.ZIGZAG}
 
@@ -141,8 +140,8 @@ def test_special_values_survive(implementation):
 
 @pytest.mark.user_case(4)
 def test_gradient_of_exchanges_is_their_transpose(implementation):
+    w = world("cp8")
     for zigzag in (False, True):
-        w = world("cp8")
         kwargs = dict(token_order=ORDERS[zigzag], implementation=implementation.on(w))
 
         def local(xs, y, kwargs=kwargs):

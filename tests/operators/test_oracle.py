@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from ..helpers import mapping_oracle, oracle
+from tests.helpers import mapping_oracle, oracle
 
 
 def test_maps_by_hand():
