@@ -19,7 +19,7 @@ _VALID_FRACTION = 0.05
 # Reading more would slow the start and change nothing for models of this size.
 _MAX_BYTES = 64 * 2**20
 # Other people's packages and tests are not part of "the standard library's sources".
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test"})
+_NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test"})
 # An independent stream per use of the seed.
 _TRAIN_STREAM, _VALID_STREAM = 0, 1
 
@@ -62,7 +62,8 @@ def load_corpus(path: pathlib.Path | None, seq_len: int) -> Corpus:
     """
     if path is None:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
-        files, source = _list_files(root, "*.py"), f"Python's standard library ({root})"
+        files = _list_files(root, "*.py", skipped=_NOT_THE_LIBRARY)
+        source = f"Python's standard library ({root})"
     elif path.is_dir():
         files, source = _list_files(path, "*"), str(path)
     elif path.is_file():
@@ -90,13 +91,21 @@ def load_corpus(path: pathlib.Path | None, seq_len: int) -> Corpus:
     )
 
 
-def _list_files(root: pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    """Returns the files below `root` in a stable order, without hidden ones."""
+def _list_files(
+    root: pathlib.Path, pattern: str, skipped: frozenset[str] = frozenset()
+) -> list[pathlib.Path]:
+    """Returns the files below `root` in a stable order.
+
+    Args:
+      root: Where to look.
+      pattern: What a file's name looks like.
+      skipped: Names of folders to leave out; hidden files and folders always are.
+    """
 
     def wanted(path: pathlib.Path) -> bool:
         parts = path.relative_to(root).parts
         hidden = any(part.startswith(".") for part in parts)
-        return not hidden and _SKIPPED_FOLDERS.isdisjoint(parts) and path.is_file()
+        return not hidden and skipped.isdisjoint(parts) and path.is_file()
 
     return sorted(path for path in root.rglob(pattern) if wanted(path))
 

@@ -55,12 +55,17 @@ def compare(
     return {
         "against": dict(trainer.mesh.shape),
         "steps": len(losses),
-        "loss_max_abs_diff": max(
-            abs(r.loss - loss) for r, loss in zip(records, losses, strict=True)
+        "loss_max_abs_diff": _short(
+            max(abs(r.loss - loss) for r, loss in zip(records, losses, strict=True))
         ),
-        "first_loss_abs_diff": abs(records[0].loss - losses[0]),
-        "params_max_abs_diff": max(
-            float(np.abs(a - b).max()) for a, b in zip(mine, theirs, strict=True)
+        "first_loss_abs_diff": _short(abs(records[0].loss - losses[0])),
+        "params_max_abs_diff": _short(
+            max(np.abs(a - b).max() for a, b in zip(mine, theirs, strict=True))
         ),
-        "params_relative_l2_diff": float(np.sqrt(square_error / square_norm)),
+        "params_relative_l2_diff": _short(np.sqrt(square_error / square_norm)),
     }
+
+
+def _short(value: float) -> float:
+    """Keeps three digits: more would suggest that they mean something."""
+    return float(f"{value:.3g}")

@@ -69,7 +69,7 @@ _TINY = Preset(
     ),
     seq_len=512,
     batch=4,
-    steps=150,
+    steps=100,
     lr=3e-3,
 )
 _SMALL = Preset(

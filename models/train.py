@@ -70,7 +70,8 @@ def _prepare(options: Options) -> tuple[Options, Trainer, Checkpoints]:
         check_resumable(options.saved, config)
     provide_virtual_devices(config.dp * config.cp)
     trainer = Trainer(config, corpus)
-    if config.implementation in _NEED_PEERS:
+    on_cpu = jax.default_backend() == "cpu"
+    if config.implementation in _NEED_PEERS or not (config.implementation or on_cpu):
         jax_ulysses.initialize(trainer.mesh, axis_name="cp")
     start = time.perf_counter()
     try:
@@ -182,7 +183,7 @@ def _rounded(value: float | None) -> int | None:
 
 
 def _say_how_to_resume(options: Options, done: int) -> None:
-    command = ["python", "-m", "jax_ulysses.models.train", "--resume", "--out"]
+    command = [sys.executable, "-m", "jax_ulysses.models.train", "--resume", "--out"]
     say(
         f"interrupted: {done} of {options.config.steps} steps are saved in "
         f"{options.out}; continue with\n  {shlex.join([*command, str(options.out)])}"

@@ -54,9 +54,11 @@ def make_mesh(dp: int, cp: int) -> Mesh:
     """
     devices = jax.devices()
     if len(devices) < dp * cp:
+        platform = devices[0].platform
+        hint = "" if platform == "cpu" else "; JAX_PLATFORMS=cpu takes virtual ones"
         raise ConfigError(
             f"dp {dp} x cp {cp} needs {dp * cp} devices, there are {len(devices)} "
-            f"({devices[0].platform})"
+            f"of platform {platform}{hint}"
         )
     return jax.make_mesh((dp, cp), ("dp", "cp"), devices=devices[: dp * cp])
 

@@ -54,13 +54,24 @@ def test_every_start_is_reachable_and_none_overruns(tmp_path):
     assert seen == {b"012", b"123", b"234"}
 
 
-def test_binary_and_hidden_files_and_packages_are_left_out(text, tmp_path):
-    assert load_corpus(text, 32).num_files == 2
-    for name in (".hidden", "site-packages/x.py", "kept/y.txt"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+def _write(root, *names):
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("some text " * 50)
-    assert load_corpus(tmp_path, 32).num_files == 1
+
+
+def test_binary_and_hidden_files_are_left_out(text, tmp_path):
+    assert load_corpus(text, 32).num_files == 2
+    _write(tmp_path, ".hidden", ".git/config", "kept/y.txt", "test/z")
+    assert load_corpus(tmp_path, 32).num_files == 2
+
+
+def test_installed_packages_are_not_the_standard_library(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    _write(tmp_path, "ast.py", "json/decoder.py", "README.txt", "test/t.py")
+    _write(tmp_path, "site-packages/numpy/core.py", "dist-packages/apt.py")
+    assert load_corpus(None, 32).num_files == 2
 
 
 def test_the_fingerprint_follows_the_text(text, tmp_path, corpus):

@@ -147,7 +147,8 @@ def test_ctrl_c_in_a_process_of_its_own(text, tmp_path):
     assert "Traceback" not in stderr
     done = len((out / "metrics.jsonl").read_text().splitlines())
     assert f"interrupted: {done} of 100000 steps are saved in {out}" in stderr
-    assert f"python -m jax_ulysses.models.train --resume --out {out}" in stderr
+    command = f"{sys.executable} -m jax_ulysses.models.train --resume --out {out}"
+    assert command in stderr
     assert (out / "checkpoints" / str(done)).is_dir()
 
 
