@@ -182,7 +182,8 @@ std::string Line::Describe(const Fault& fault) const {
 }
 
 void Line::AbortAll() {
-  RankProtocol<HostMemory> protocol(MakeCall(0, Operator::kNone, 0));
+  const CallInfo call = MakeCall(0, Operator::kNone, 0);
+  RankProtocol<HostMemory> protocol(call);
   // Only the words matter; the text was set by Close.
   protocol.Raise(FaultKind::kClosed, -1, -1);
 }

@@ -61,9 +61,11 @@ class RankProtocol {
     // Own word, written by the previous call of this rank, which has ended: relaxed is enough.
     epoch_ = Mem::LoadRelaxed(Own(call_->layout.epoch())) + 1;
   }
+  RankProtocol(CallInfo&&) = delete;
 
   JU_HD uint32_t epoch() const { return epoch_; }
-  JU_HD int64_t slot_index() const { return epoch_ % call_->layout.num_slots; }
+  // num_slots is a power of two (HeapLayout::IsValid), and a kernel has no cheap division.
+  JU_HD int64_t slot_index() const { return epoch_ & (call_->layout.num_slots - 1); }
   JU_HD const CallInfo& call() const { return *call_; }
 
   // This epoch's slot in the heap of `rank`.
@@ -199,7 +201,8 @@ class RankProtocol {
   // Edge "abort". Releases: the raiser, at every rank, after its fault record lies there.
   // Acquires: ReadFault. Scope: system. A rank raises at most once, so its line is written once.
   JU_HD void Raise(FaultKind kind, int peer, int64_t tile, uint32_t detail = 0) {
-    if (Mem::Exchange(Own(call_->layout.raised()), 1) != 0) return;
+    // What was raised before is what every rank should report.
+    if (Aborted() || Mem::Exchange(Own(call_->layout.raised()), 1) != 0) return;
     const uint32_t words[kFaultWords] = {static_cast<uint32_t>(kind),
                                          static_cast<uint32_t>(call_->rank),
                                          static_cast<uint32_t>(peer),
