@@ -20,6 +20,8 @@ NATIVE := CMakeLists.txt $(shell find cmake cuda ffi -type f \
   \( -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cmake' \
      -o -name CMakeLists.txt \) 2>/dev/null)
 CXX_FILES = $(filter %.cc %.cu %.cuh %.h,$(NATIVE))
+# The editable install notes which packages exist; their modules it finds by itself.
+PACKAGES := $(shell find jax_ulysses ffi pallas models -name __init__.py 2>/dev/null)
 PY_DIRS := $(wildcard jax_ulysses ffi pallas models tests benchmarks examples docs tools)
 
 PYTEST_ARGS ?=
@@ -52,7 +54,7 @@ $(VENV)/.build-tools: pyproject.toml tools/requirements.py | $(PY)
 
 # Editable, without build isolation: the build tree in build/ then outlives the install, and a
 # changed C++ file costs its own compilation only.
-$(VENV)/.installed: pyproject.toml $(NATIVE) $(VENV)/.build-tools
+$(VENV)/.installed: pyproject.toml $(NATIVE) $(PACKAGES) $(VENV)/.build-tools
 	$(PIP) install --no-build-isolation -e .
 	@touch $@
 
@@ -118,7 +120,7 @@ test-latest:  ## the tests against the newest JAX
 	build/venv-latest/bin/python -c 'import jax; print("jax", jax.__version__)'
 	build/venv-latest/bin/pytest $(PYTEST_ARGS)
 
-build/venv-latest/.latest: pyproject.toml $(NATIVE) build/venv-latest/bin/python
+build/venv-latest/.latest: pyproject.toml $(NATIVE) $(PACKAGES) build/venv-latest/bin/python
 	build/venv-latest/bin/python tools/requirements.py --without jax build > $(VENV)/build.txt
 	build/venv-latest/bin/python tools/requirements.py flax test > $(VENV)/extras.txt
 	$(PIP) install --upgrade jax jaxlib "ninja>=1.11" "cmake>=3.26" \
