@@ -19,34 +19,34 @@ ORDERS = {False: TokenOrder.CONTIGUOUS, True: TokenOrder.ZIGZAG}
 
 def _exchange(w, shapes, dtype, zigzag, impl):
     """Runs scatter, gather after scatter, and gather alone on tagged arrays."""
-    kwargs = dict(token_order=ORDERS[zigzag], implementation=impl.on(w))
-    split = [s[2] % w.num_ranks == 0 for s in shapes]
+    kwargs = {"token_order": ORDERS[zigzag], "implementation": impl.on(w)}
 
-    def local(xs, ys):
+    def there_and_back(xs):
         scattered = [ju.scatter_heads(x, w.axis, **kwargs) for x in xs]
-        back = [
-            ju.gather_heads(s, w.axis, **kwargs)
-            for s, is_split in zip(scattered, split)
-            if is_split
-        ]
-        return scattered, back, [ju.gather_heads(y, w.axis, **kwargs) for y in ys]
+        return scattered, [ju.gather_heads(s, w.axis, **kwargs) for s in scattered]
 
-    specs = (w.tokens, w.heads)
-    mapped = None
-    tagged = [tags.planes(s, dtype) for s in shapes]
-    for i in range(max(map(len, tagged))):
-        xs = [p[i % len(p)] for p in tagged]
-        ys = [x for x, is_split in zip(xs, split) if is_split]
-        if mapped is None:
-            out_specs = (w.heads, w.tokens, w.tokens)
-            mapped = jax.jit(w.shard_map(local, specs, out_specs))
-        scattered, back, gathered = mapped(w.put(xs, specs[0]), w.put(ys, specs[1]))
-        for x, result in zip(xs, scattered):
-            tags.equal_bits(result, mapping_oracle.scatter(x, w.num_ranks, zigzag))
-        for y, there_and_back, result in zip(ys, back, gathered):
-            tags.equal_bits(there_and_back, y)
-            expected = mapping_oracle.shards_order(y, w.num_ranks, zigzag)
-            tags.equal_bits(result, expected)
+    def gather(ys):
+        return [ju.gather_heads(y, w.axis, **kwargs) for y in ys]
+
+    # One program for all shapes saves compilations; independent calls in one program
+    # have a test of their own for implementations where their order matters.
+    for group in [[s] for s in shapes] if impl.needs_peers else [shapes]:
+        tagged = [tags.planes(s, dtype) for s in group]
+        scatter_all = jax.jit(
+            w.shard_map(there_and_back, (w.tokens,), (w.heads, w.tokens))
+        )
+        gather_all = jax.jit(w.shard_map(gather, (w.heads,), w.tokens))
+        for i in range(max(map(len, tagged))):
+            xs = [p[i % len(p)] for p in tagged]
+            scattered, back = scatter_all(w.put(xs, w.tokens))
+            for x, result, again in zip(xs, scattered, back, strict=True):
+                tags.equal_bits(result, mapping_oracle.scatter(x, w.num_ranks, zigzag))
+                copies = mapping_oracle.all_heads(x.shape[2], w.num_ranks)
+                tags.equal_bits(again, x[:, :, copies])
+            ys = [x for x in xs if x.shape[2] % w.num_ranks == 0]
+            for y, result in zip(ys, gather_all(w.put(ys, w.heads)), strict=True):
+                expected = mapping_oracle.shards_order(y, w.num_ranks, zigzag)
+                tags.equal_bits(result, expected)
     impl.assert_took("scatter_heads", "gather_heads")
 
 
@@ -75,6 +75,24 @@ def test_odd_shards_in_contiguous_order(ranks, implementation):
 def test_replicated_heads_reach_their_owners(zigzag, implementation):
     shapes = [(2, 16, m, 4) for m in (1, 2, 4)]
     _exchange(world("cp8"), shapes, jnp.bfloat16, zigzag, implementation)
+
+
+@pytest.mark.user_case(48)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_independent_calls_in_one_program(ranks, implementation):
+    """No data connects these calls, yet every rank must run them in one order."""
+    w = world(f"cp{ranks}")
+    name = implementation.on(w)
+
+    def local(xs):
+        return [ju.scatter_heads(x, w.axis, implementation=name) for x in xs]
+
+    shapes = [(1 + i % 2, ranks * (i + 1), ranks * (1 + i % 3), 3) for i in range(8)]
+    xs = [tags.planes(s, jnp.float32)[0] for s in shapes]
+    mapped = jax.jit(w.shard_map(local, (w.tokens,), w.heads))
+    for _ in range(5):
+        for x, y in zip(xs, mapped(w.put(xs, w.tokens)), strict=True):
+            tags.equal_bits(y, x)
 
 
 @pytest.mark.user_case(40)

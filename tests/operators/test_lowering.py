@@ -56,5 +56,5 @@ def test_export_for_both_platforms_and_run():
     exported = jax.export.export(forward, platforms=("cpu", "cuda"))(*values)
     assert exported.platforms == ("cpu", "cuda")
     assert exported.nr_devices == 4
-    again = jax.export.deserialize(exported.serialize())
-    assert oracle.rel_l2(again.call(*values), forward(*values)) < 1e-6
+    assert exported.mlir_module().count('"stablehlo.all_to_all"') == 2
+    assert oracle.rel_l2(exported.call(*values), forward(*values)) < 1e-6
