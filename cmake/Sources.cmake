@@ -35,3 +35,8 @@ set(JAX_ULYSSES_HOST_HEADERS
 # What touches XLA or Python. Not in BUILD: jaxlib's headers and nanobind come from Python wheels.
 set(JAX_ULYSSES_MODULE_SOURCES ffi/a2a_gemm.cc ffi/exchange.cc ffi/gemm_a2a.cc ffi/handler.cc
                                ffi/module.cc)
+
+# Each is cuda/tests/<name>.cc with its own main().
+set(JAX_ULYSSES_TESTS head_exchange_test negative_controls_test numeric_test operators_test
+                      protocol_test schedule_test)
+set(JAX_ULYSSES_TEST_HEADERS cuda/tests/check.h cuda/tests/operators_world.h cuda/tests/world.h)

@@ -31,6 +31,8 @@ void DataEdges() {
   options.epochs = 100;
   options.late_one_in = 8;
   options.late_us = 500;
+  // Without the credit a rank also overwrites entries that others still wait for.
+  options.deadline_ms = 1000;
   options.traffic = Traffic::kPull;
   options.late_reader = false;
   Control<kEdgeTileWait>("tile wait", options, Wrong);
