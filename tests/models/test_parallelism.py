@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The split over ranks changes nothing, and each rank sees the whole sequence."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,6 +60,7 @@ def _dense_logits(params, config, tokens):
     return norm(x, p["final_norm"]["scale"]) @ p["unembedding"].T
 
 
+@functools.cache
 def _build(config, mesh, **kwargs):
     """Returns a model's structure and parameters on a mesh."""
     with jax.set_mesh(mesh):
@@ -97,13 +100,15 @@ def test_logits_equal_a_plain_model_in_float64(model_config, tokens, order):
 
 @pytest.fixture(scope="module")
 def reference(train_config, corpus):
-    """Loss and gradients on one device."""
-    return _loss_and_grads(Trainer(train_config(dp=1, cp=1), corpus))
+    """Parameters, and their loss and gradients on one device."""
+    trainer = Trainer(train_config(dp=1, cp=1), corpus)
+    params = jax.device_get(trainer.init_state()["params"])
+    return params, *_loss_and_grads(trainer, params)
 
 
-def _loss_and_grads(trainer):
+def _loss_and_grads(trainer, params):
     with jax.set_mesh(trainer.mesh):
-        params = trainer.init_state()["params"]
+        params = trainer.put_state(params)
         batch = trainer.put_batch(*trainer._train_batch(0))
         result = jax.jit(jax.value_and_grad(trainer.loss))(params, *batch)
         return jax.device_get(result)
@@ -115,8 +120,8 @@ def test_loss_and_gradients_do_not_depend_on_the_split(
     dp, cp, order, train_config, corpus, reference
 ):
     trainer = Trainer(train_config(dp=dp, cp=cp, token_order=order), corpus)
-    loss, grads = _loss_and_grads(trainer)
-    expected_loss, expected = reference
+    params, expected_loss, expected = reference
+    loss, grads = _loss_and_grads(trainer, params)
     assert abs(loss - expected_loss) < 2e-6
     for (path, mine), theirs in zip(
         jax.tree_util.tree_leaves_with_path(grads),
@@ -128,6 +133,13 @@ def test_loss_and_gradients_do_not_depend_on_the_split(
         np.testing.assert_allclose(
             mine, theirs, rtol=0, atol=2e-5 * scale, err_msg=str(path)
         )
+
+
+def test_initial_parameters_do_not_depend_on_the_mesh(train_config, corpus, reference):
+    params = Trainer(train_config(dp=2, cp=4), corpus).init_state()["params"]
+    mine, theirs = jax.tree.leaves(params), jax.tree.leaves(reference[0])
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("order", list(TokenOrder))

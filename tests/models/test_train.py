@@ -161,3 +161,19 @@ def _wait_for_steps(process: subprocess.Popen, out: pathlib.Path, steps: int):
             return
         time.sleep(0.2)
     pytest.fail("no step within two minutes")
+
+
+def test_the_host_protocol_trains_the_same(text, tmp_path, finished):
+    # In a process of its own: a crash of native code must not end the test run.
+    arguments = _arguments(text, tmp_path, "--implementation", "host", "--no-parity")
+    result = subprocess.run(
+        [sys.executable, "-m", "jax_ulysses.models.train", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    taken = json.loads(result.stdout)["implementation"]
+    assert {entry["implementation"] for entry in taken.values()} == {"host"}
+    assert _losses(tmp_path) == pytest.approx(_losses(finished[0]), abs=1e-5)
