@@ -20,7 +20,16 @@ LONG_FILES: dict[str, str] = {
     "jax_ulysses/api.py": "six operators, mostly docstrings, over two helpers",
     "jax_ulysses/attention.py": "one function, a third of it docstrings",
     "models/attention.py": "one module class, a third of it docstrings",
+    "cuda/include/jax_ulysses/gemm/cta.h": "one CTA's roles, which share its barriers",
+    "cuda/tests/gpu/fixture.cuh": "one fixture for every GPU test",
+    "cuda/tests/operators_test.cc": "cases of one operator set over one fixture",
+    "cuda/tests/world.h": "one simulated world with its faults and delays",
+    "tests/ffi/test_groups.py": "cases over one fixture",
     "tests/helpers/oracle.py": "one oracle, forward beside its gradients",
+    "tests/operators/test_fuzz.py": "generators of both searches share their shapes",
+    "tests/operators/test_projections.py": "cases over one oracle",
+    "tests/operators/test_refusals.py": "one case per refusal",
+    "tests/operators/test_transforms.py": "one case per transformation of JAX",
 }
 
 # Text whose length nobody chooses: prose, licences, data.
