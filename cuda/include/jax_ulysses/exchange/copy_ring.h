@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// One warp that moves bytes with bulk copies: global -> shared ring -> global. It owns a small ring
+// in shared memory and keeps loads and stores in flight at the same time.
+//
+// What to move comes from a `Work`:
+//   static constexpr bool kSignals        Signal is called
+//   bool Next(Strip&)                     whole warp; false at the end. May wait for other ranks.
+//   void Signal(int32_t)                  lane 0; the bytes of the strip with that signal, and of
+//                                         all before it, have been written
+#ifndef JAX_ULYSSES_EXCHANGE_COPY_RING_H_
+#define JAX_ULYSSES_EXCHANGE_COPY_RING_H_
+
+#include "jax_ulysses/base.h"
+#include "jax_ulysses/comm/edges.h"
+#include "jax_ulysses/exchange/test_hooks.h"
+#include "jax_ulysses/ptx/async.h"
+
+namespace jax_ulysses {
+
+inline constexpr int32_t kNoSignal = -1;
+
+// `rows` rows of `row_bytes` bytes. Everything is a multiple of 16 bytes.
+struct Strip {
+  const char* source = nullptr;
+  char* dest = nullptr;
+  int32_t rows = 0;
+  int32_t row_bytes = 0;
+  int32_t source_pitch = 0;
+  int32_t dest_pitch = 0;
+  int32_t signal = kNoSignal;
+  bool remote = false;  // crosses the link
+};
+
+template <int kStages_, int kStageBytes_, bool kTest>
+class CopyRing {
+ public:
+  static constexpr int kStages = kStages_;
+  static constexpr int kStageBytes = kStageBytes_;
+  static constexpr int kLoadsAhead = kStages / 2;
+  // A signal waits for the completion of its store, and must not hold up the ones behind it.
+  static constexpr int kSignalLag = kStages;
+  static_assert(kStages >= 2 && (kStages & (kStages - 1)) == 0 && kStageBytes % 128 == 0);
+
+  struct Pending {
+    char* dest;
+    int32_t rows;
+    int32_t row_bytes;
+    int32_t pitch;
+    int32_t signal;
+  };
+  struct Storage {
+    alignas(128) char data[kStages][kStageBytes];
+    alignas(8) uint64_t full[kStages];
+    Pending pending[kStages];
+    int32_t signals[2 * kSignalLag];
+  };
+
+  // One thread, before a CTA-wide barrier and BarrierInitFence.
+  JU_D static void Init(Storage& storage) {
+    for (int i = 0; i < kStages; ++i) ptx::BarrierInit(&storage.full[i], 1);
+  }
+
+  JU_D CopyRing(Storage& storage, const TestHooks& hooks)
+      : storage_(storage), hooks_(hooks), lead_(threadIdx.x % 32 == 0) {}
+
+  // Whole warp. May be called again with other work. On return all stores are complete.
+  template <class Work>
+  JU_D void Run(Work& work) {
+    uint32_t signalled = stored_;
+    bool more = work.Next(strip_);
+    while (true) {
+      while (more && loaded_ - stored_ < kLoadsAhead) {
+        Load();
+        if (strip_.rows == 0) more = work.Next(strip_);
+      }
+      if (stored_ == loaded_) break;
+      Store();
+      if constexpr (Work::kSignals) {
+        WaitWritten<kSignalLag>();
+        for (; stored_ - signalled > kSignalLag; ++signalled) Signal(work, signalled);
+      }
+    }
+    WaitWritten<0>();
+    if constexpr (Work::kSignals) {
+      for (; signalled != stored_; ++signalled) Signal(work, signalled);
+    }
+    __syncwarp();
+  }
+
+ private:
+  template <int kPending>
+  JU_D void WaitWritten() {
+    if (TestHooks::Removed<kTest>(hooks_, kEdgeBulkComplete)) {
+      ptx::BulkWaitRead<kPending>();
+    } else {
+      ptx::BulkWait<kPending>();
+    }
+  }
+
+  // Takes as much of the strip as fits into a stage and starts to load it.
+  JU_D void Load() {
+    // At most kStages - kLoadsAhead younger stores may still be reading their stages.
+    if (!TestHooks::Removed<kTest>(hooks_, kEdgeRing)) {
+      ptx::BulkWaitRead<kStages - kLoadsAhead>();
+    }
+    const bool split = strip_.row_bytes > kStageBytes;
+    const int32_t bytes = split ? min(strip_.row_bytes - offset_, kStageBytes) : strip_.row_bytes;
+    const int32_t rows = split ? 1 : min(strip_.rows, kStageBytes / strip_.row_bytes);
+    const bool row_end = offset_ + bytes == strip_.row_bytes;
+    const uint32_t stage = loaded_ % kStages;
+    if constexpr (kTest) {
+      if (strip_.remote) hooks_.Throttle(rows * bytes, lead_);
+    }
+    const bool last = row_end && rows == strip_.rows;
+    const char* source = strip_.source + offset_;
+    if (lead_) {
+      uint64_t* full = &storage_.full[stage];
+      char* data = storage_.data[stage];
+      ptx::BarrierExpect(full, rows * bytes);
+      if (rows == 1 || strip_.source_pitch == bytes) {
+        ptx::BulkLoad(data, source, rows * bytes, full);
+      } else {
+        for (int32_t row = 0; row < rows; ++row) {
+          ptx::BulkLoad(data + row * bytes,
+                        source + static_cast<int64_t>(row) * strip_.source_pitch, bytes, full);
+        }
+      }
+      storage_.pending[stage] = {strip_.dest + offset_, rows, bytes, strip_.dest_pitch,
+                                 last ? strip_.signal : kNoSignal};
+    }
+    ++loaded_;
+    if (!row_end) {
+      offset_ += bytes;
+      return;
+    }
+    offset_ = 0;
+    strip_.source += static_cast<int64_t>(rows) * strip_.source_pitch;
+    strip_.dest += static_cast<int64_t>(rows) * strip_.dest_pitch;
+    strip_.rows -= rows;
+  }
+
+  JU_D void Store() {
+    const uint32_t stage = stored_ % kStages;
+    if (lead_) {
+      ptx::BarrierWait(&storage_.full[stage], stored_ / kStages & 1);
+      const Pending chunk = storage_.pending[stage];
+      const char* data = storage_.data[stage];
+      if (chunk.rows == 1 || chunk.pitch == chunk.row_bytes) {
+        ptx::BulkStore(chunk.dest, data, chunk.rows * chunk.row_bytes);
+      } else {
+        for (int32_t row = 0; row < chunk.rows; ++row) {
+          ptx::BulkStore(chunk.dest + static_cast<int64_t>(row) * chunk.pitch,
+                         data + row * chunk.row_bytes, chunk.row_bytes);
+        }
+      }
+      ptx::BulkCommit();
+      storage_.signals[stored_ % (2 * kSignalLag)] = chunk.signal;
+    }
+    ++stored_;
+  }
+
+  template <class Work>
+  JU_D void Signal(Work& work, uint32_t chunk) {
+    if (!lead_) return;
+    const int32_t signal = storage_.signals[chunk % (2 * kSignalLag)];
+    if (signal != kNoSignal) work.Signal(signal);
+  }
+
+  Storage& storage_;
+  const TestHooks& hooks_;
+  const bool lead_;
+  Strip strip_;
+  int32_t offset_ = 0;  // bytes of the current row that are done, when a row is split
+  uint32_t loaded_ = 0;
+  uint32_t stored_ = 0;
+};
+
+}  // namespace jax_ulysses
+
+#endif  // JAX_ULYSSES_EXCHANGE_COPY_RING_H_

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two work lists of GEMM -> all-to-all: the order in which a rank makes tiles, and the order in
+// which it pulls rows out of the slots of the others into its output.
+//
+// Slot of a rank: for each segment, for each block of columns (of one destination, or of the ranks
+// that share a replicated head), [rows, columns]. A replicated block is made once and pulled by
+// each of its owners, the maker among them.
+#ifndef JAX_ULYSSES_EXCHANGE_PULL_H_
+#define JAX_ULYSSES_EXCHANGE_PULL_H_
+
+#include "jax_ulysses/base.h"
+#include "jax_ulysses/exchange/geometry.h"
+#include "jax_ulysses/exchange/push.h"
+
+namespace jax_ulysses {
+
+// Rank r makes the blocks of r+1, r+2, ..., its own last. Within a destination: windows of rows;
+// in a window column blocks of all segments; in a column block the row blocks of the window.
+struct TileOrder {
+  int32_t tile_rows;
+  int32_t tile_columns;
+  int32_t row_blocks;
+  int32_t col_blocks[kMaxFusedSegments];  // of one block of a segment
+  int32_t all_col_blocks;                 // of a destination
+  int32_t num_tiles;
+
+  struct Tile {
+    int32_t dest;  // the first one, if the block is shared
+    int32_t seg;
+    int32_t row_block;
+    int32_t col_block;  // within the block of the segment
+    int32_t flag;
+  };
+
+  JU_HD static constexpr TileOrder Make(const Geometry& g, int32_t tile_rows,
+                                        int32_t tile_columns) {
+    TileOrder order{};
+    order.tile_rows = tile_rows;
+    order.tile_columns = tile_columns;
+    order.row_blocks = static_cast<int32_t>(CeilDiv(g.rows, tile_rows));
+    for (int seg = 0; seg < g.num_segments; ++seg) {
+      order.col_blocks[seg] = static_cast<int32_t>(CeilDiv(g.columns[seg], tile_columns));
+      order.all_col_blocks += order.col_blocks[seg];
+      order.num_tiles += order.col_blocks[seg] * g.num_blocks(seg) * order.row_blocks;
+    }
+    return order;
+  }
+
+  JU_HD constexpr int32_t num_flags() const { return row_blocks * all_col_blocks; }
+
+  // Whether segment `seg` has a block to make at `step`: always, or when the first of the ranks
+  // that share it comes up. The group of the first destination may be entered in its middle; its
+  // other ranks come last and find it done.
+  JU_HD static constexpr bool MadeAt(const Geometry& g, int seg, int32_t step) {
+    const int32_t copies = g.replicas[seg];
+    if (copies == 1 || step == 0) return true;
+    const int32_t first = (g.rank + 1) % g.num_ranks;
+    const int32_t dest = (first + step) % g.num_ranks;
+    return dest % copies == 0 && dest / copies != first / copies;
+  }
+
+  JU_HD constexpr Tile At(const Geometry& g, int32_t index) const {
+    int32_t step = 0;
+    int32_t blocks = 0;  // column blocks made at this step
+    while (true) {
+      blocks = 0;
+      for (int seg = 0; seg < g.num_segments; ++seg) {
+        if (MadeAt(g, seg, step)) blocks += col_blocks[seg];
+      }
+      if (index < blocks * row_blocks) break;
+      index -= blocks * row_blocks;
+      ++step;
+    }
+    const int32_t window_blocks = kWindowRows / tile_rows;
+    const int32_t window = index / (window_blocks * blocks);
+    index -= window * window_blocks * blocks;
+    const int32_t left = row_blocks - window * window_blocks;
+    const int32_t height = left < window_blocks ? left : window_blocks;
+    int32_t col_block = index / height;
+    const int32_t row_block = window * window_blocks + index - col_block * height;
+    int seg = 0;
+    int32_t flag = 0;
+    while (true) {
+      const bool made = MadeAt(g, seg, step);
+      if (made && col_block < col_blocks[seg]) break;
+      if (made) col_block -= col_blocks[seg];
+      flag += col_blocks[seg];
+      ++seg;
+    }
+    return {(g.rank + 1 + step) % g.num_ranks, seg, row_block, col_block,
+            row_block * all_col_blocks + flag + col_block};
+  }
+
+  // First flag of segment `seg` in row block `row_block`; its col_blocks[seg] flags follow.
+  JU_HD constexpr int32_t FirstFlag(int seg, int32_t row_block) const {
+    int32_t flag = row_block * all_col_blocks;
+    for (int i = 0; i < seg; ++i) flag += col_blocks[i];
+    return flag;
+  }
+};
+
+// Rank r pulls from r-1, r-2, ...: the source at distance d makes r's block as its d-th. The
+// source is r itself, last, for what r did not store into its output directly.
+struct PullOrder {
+  struct Item {
+    int32_t source;
+    int32_t seg;
+    int32_t piece;
+  };
+
+  JU_HD static constexpr bool OwnInSlot(const Geometry& g, int seg, bool own_in_place) {
+    return !own_in_place || g.replicated(seg);
+  }
+
+  JU_HD static constexpr int32_t OwnSegments(const Geometry& g, bool own_in_place) {
+    int32_t count = 0;
+    for (int seg = 0; seg < g.num_segments; ++seg) count += OwnInSlot(g, seg, own_in_place);
+    return count;
+  }
+
+  JU_HD static constexpr int32_t num_items(const Geometry& g, bool own_in_place) {
+    const int32_t pieces = static_cast<int32_t>(CeilDiv(g.rows, kPieceRows));
+    return pieces * ((g.num_ranks - 1) * g.num_segments + OwnSegments(g, own_in_place));
+  }
+
+  JU_HD static constexpr Item At(const Geometry& g, bool own_in_place, int32_t index) {
+    const int32_t pieces = static_cast<int32_t>(CeilDiv(g.rows, kPieceRows));
+    const int32_t per_source = pieces * g.num_segments;
+    const int32_t step = index / per_source + 1;
+    index -= (step - 1) * per_source;
+    const bool own = step == g.num_ranks;
+    const int32_t segments = own ? OwnSegments(g, own_in_place) : g.num_segments;
+    constexpr int32_t kWindow = kWindowRows / kPieceRows;
+    const int32_t window = index / (kWindow * segments);
+    index -= window * kWindow * segments;
+    const int32_t left = pieces - window * kWindow;
+    const int32_t height = left < kWindow ? left : kWindow;
+    int32_t nth = index / height;
+    const int32_t piece = window * kWindow + index - nth * height;
+    int32_t seg = nth;
+    if (own) {
+      for (seg = 0; !OwnInSlot(g, seg, own_in_place) || nth > 0; ++seg) {
+        if (OwnInSlot(g, seg, own_in_place)) --nth;
+      }
+    }
+    const int32_t source = g.rank - step;
+    return {source < 0 ? source + g.num_ranks : source, seg, piece};
+  }
+};
+
+// Byte offset of block `block` of segment `seg` in a slot that is filled by its owner's GEMM.
+JU_HD constexpr int64_t MadeBlockOffset(const Geometry& g, int seg, int32_t block,
+                                        int32_t element_bytes) {
+  int64_t elements = 0;
+  for (int i = 0; i < seg; ++i) elements += g.SlotElements(i, false);
+  return (elements + static_cast<int64_t>(block) * g.rows * g.columns[seg]) * element_bytes;
+}
+
+}  // namespace jax_ulysses
+
+#if defined(__CUDACC__)
+#include "jax_ulysses/exchange/copy_ring.h"
+#include "jax_ulysses/exchange/rank_call.h"
+
+namespace jax_ulysses {
+
+struct PullArgs {
+  Geometry geometry;
+  TileOrder order;
+  char* out[kMaxFusedSegments] = {};  // head shards [B*S, columns]
+  int32_t element_bytes = 2;
+  int32_t own_in_place = 0;
+};
+
+template <bool kTest, class Protocol>
+class PullWork {
+ public:
+  static constexpr bool kSignals = false;
+
+  JU_D PullWork(const PullArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
+                int32_t workers)
+      : args_(args), protocol_(protocol), hooks_(hooks), item_(worker - workers), stride_(workers) {}
+
+  JU_D bool Next(Strip& strip) {
+    const Geometry& g = args_.geometry;
+    if (row_ == end_ && !NextItem()) return false;
+    const RowSpan span = g.HeadShardRows(source_, row_);
+    const int32_t rows = min(end_ - row_, span.length);
+    const int32_t row_bytes = g.columns[seg_] * args_.element_bytes;
+    strip.source = protocol_.Slot(source_) +
+                   MadeBlockOffset(g, seg_, g.block(seg_, g.rank), args_.element_bytes) +
+                   static_cast<int64_t>(row_) * row_bytes;
+    strip.dest = args_.out[seg_] + static_cast<int64_t>(span.begin) * row_bytes;
+    strip.rows = 1;  // contiguous on both sides
+    strip.row_bytes = rows * row_bytes;
+    strip.remote = source_ != g.rank;
+    row_ += rows;
+    return true;
+  }
+  JU_D void Signal(int32_t) {}
+
+ private:
+  JU_D bool NextItem() {
+    const Geometry& g = args_.geometry;
+    item_ += stride_;
+    if (item_ >= PullOrder::num_items(g, args_.own_in_place)) return false;
+    const PullOrder::Item item = PullOrder::At(g, args_.own_in_place, item_);
+    source_ = item.source;
+    seg_ = item.seg;
+    row_ = item.piece * kPieceRows;
+    end_ = min(row_ + kPieceRows, g.rows);
+    // Edge "tile": released by the publisher warp of the source, acquired here, one flag per lane;
+    // then the async proxy may read the peer's slot.
+    const int32_t flag = args_.order.FirstFlag(seg_, row_ / args_.order.tile_rows);
+    bool ok = true;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x % 32); i < args_.order.col_blocks[seg_];
+         i += 32) {
+      ok = protocol_.WaitTile(source_, flag + i) && ok;
+    }
+    ok = __all_sync(~0u, ok);
+    if (!TestHooks::Removed<kTest>(hooks_, kEdgeProxyFence)) ptx::ProxyFence();
+    return ok;
+  }
+
+  const PullArgs& args_;
+  Protocol& protocol_;
+  const TestHooks& hooks_;
+  int32_t item_;
+  const int32_t stride_;
+  int32_t source_ = 0;
+  int32_t seg_ = 0;
+  int32_t row_ = 0;
+  int32_t end_ = 0;
+};
+
+}  // namespace jax_ulysses
+#endif  // __CUDACC__
+
+#endif  // JAX_ULYSSES_EXCHANGE_PULL_H_

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// The communication of all-to-all -> GEMM: which pieces of rows a rank pushes into the slots of the
+// others, in which order, and what it copies into the gathered operand.
+//
+// Slot of a rank: for each segment, for each source, the block [rows, columns] that the source
+// holds of this rank's rows. A piece is kPieceRows rows of all segments and has one flag.
+#ifndef JAX_ULYSSES_EXCHANGE_PUSH_H_
+#define JAX_ULYSSES_EXCHANGE_PUSH_H_
+
+#include "jax_ulysses/base.h"
+#include "jax_ulysses/exchange/geometry.h"
+
+namespace jax_ulysses {
+
+inline constexpr int32_t kPieceRows = 16;
+
+// Row blocks that GEMM and communication walk together before they go on: a panel of w stays in
+// the cache, and the sender is never far from what the GEMM waits for.
+inline constexpr int32_t kWindowRows = 512;
+
+// The GEMM of rank r takes its K blocks from sources r, r+1, ..., so rank s is needed first by
+// itself, then by s-1, s-2, ...: that is the order in which it serves them.
+struct PushOrder {
+  int32_t num_ranks;
+  int32_t rank;
+  int32_t rows;
+  int32_t first_step;  // 0: the own block goes through the slot too; 1: it is read in place
+
+  struct Item {
+    int32_t dest;
+    int32_t piece;
+  };
+
+  JU_HD constexpr int32_t num_pieces() const {
+    return static_cast<int32_t>(CeilDiv(rows, kPieceRows));
+  }
+  JU_HD constexpr int32_t num_items() const { return (num_ranks - first_step) * num_pieces(); }
+  JU_HD constexpr Item At(int32_t index) const {
+    const int32_t steps = num_ranks - first_step;
+    constexpr int32_t kWindow = kWindowRows / kPieceRows;
+    const int32_t window = index / (steps * kWindow);
+    const int32_t left = num_pieces() - window * kWindow;
+    const int32_t pieces = left < kWindow ? left : kWindow;
+    const int32_t within = index - window * steps * kWindow;
+    const int32_t step = within / pieces;
+    const int32_t dest = rank - step - first_step;
+    return {dest < 0 ? dest + num_ranks : dest, window * kWindow + within - step * pieces};
+  }
+};
+
+// Byte offset of the block of `source` in segment `seg` of a slot that is filled by sources.
+JU_HD constexpr int64_t SourceBlockOffset(const Geometry& g, int seg, int32_t source,
+                                          int32_t element_bytes) {
+  int64_t elements = 0;
+  for (int i = 0; i < seg; ++i) elements += g.SlotElements(i, true);
+  return (elements + static_cast<int64_t>(source) * g.rows * g.columns[seg]) * element_bytes;
+}
+
+}  // namespace jax_ulysses
+
+#if defined(__CUDACC__)
+#include "jax_ulysses/exchange/copy_ring.h"
+#include "jax_ulysses/exchange/rank_call.h"
+
+namespace jax_ulysses {
+
+struct PushArgs {
+  Geometry geometry;
+  const char* parts[kMaxFusedSegments] = {};  // head shards [B*S, columns]
+  char* gathered = nullptr;                   // [rows, C], or null
+  int32_t element_bytes = 2;
+  int32_t own_in_place = 0;
+};
+
+// Pushes every worker-th piece. Releases the flag of a piece once its bytes are written.
+template <class Protocol>
+class PushWork {
+ public:
+  static constexpr bool kSignals = true;
+
+  JU_D PushWork(const PushArgs& args, Protocol& protocol, int32_t worker, int32_t workers)
+      : args_(args), protocol_(protocol), item_(worker - workers), stride_(workers) {}
+
+  JU_D bool Next(Strip& strip) {
+    const Geometry& g = args_.geometry;
+    if (row_ == end_) {
+      row_ = begin_;
+      if (++seg_ >= g.num_segments && !NextItem()) return false;
+    }
+    const RowSpan span = g.HeadShardRows(dest_, row_);
+    const int32_t rows = min(end_ - row_, span.length);
+    const int32_t row_bytes = g.columns[seg_] * args_.element_bytes;
+    strip.source = args_.parts[seg_] + static_cast<int64_t>(span.begin) * row_bytes;
+    strip.dest = protocol_.Slot(dest_) + SourceBlockOffset(g, seg_, g.rank, args_.element_bytes) +
+                 static_cast<int64_t>(row_) * row_bytes;
+    strip.rows = 1;  // contiguous on both sides
+    strip.row_bytes = rows * row_bytes;
+    strip.remote = dest_ != g.rank;
+    row_ += rows;
+    const bool last = row_ == end_ && seg_ == g.num_segments - 1;
+    strip.signal = last ? item_ : kNoSignal;
+    return true;
+  }
+
+  // Edge "tile", here per piece: released to the destination, system scope; acquired by the
+  // producer warp of its GEMM (WaitPiecesWarp) and by its GatherWork.
+  JU_D void Signal(int32_t item) {
+    const PushOrder::Item piece = Order().At(item);
+    protocol_.PublishTile(piece.dest, piece.piece);
+  }
+
+ private:
+  JU_D PushOrder Order() const {
+    const Geometry& g = args_.geometry;
+    return {g.num_ranks, g.rank, g.rows, args_.own_in_place};
+  }
+  JU_D bool NextItem() {
+    const PushOrder order = Order();
+    item_ += stride_;
+    if (item_ >= order.num_items()) return false;
+    const PushOrder::Item item = order.At(item_);
+    dest_ = item.dest;
+    seg_ = 0;
+    begin_ = row_ = item.piece * kPieceRows;
+    end_ = min(begin_ + kPieceRows, order.rows);
+    return true;
+  }
+
+  const PushArgs& args_;
+  Protocol& protocol_;
+  int32_t item_;
+  const int32_t stride_;
+  int32_t dest_ = 0;
+  int32_t seg_ = kMaxFusedSegments;
+  int32_t begin_ = 0;
+  int32_t row_ = 0;
+  int32_t end_ = 0;
+};
+
+// One warp: waits for the pieces of rows [begin, end) from `source`, one piece per lane.
+template <bool kTest, class Protocol>
+JU_D bool WaitPiecesWarp(Protocol& protocol, const TestHooks& hooks, int32_t source, int32_t begin,
+                         int32_t end) {
+  bool ok = true;
+  for (int32_t piece = begin / kPieceRows + static_cast<int32_t>(threadIdx.x % 32);
+       piece * kPieceRows < end; piece += 32) {
+    ok = protocol.WaitTile(source, piece) && ok;
+  }
+  ok = __all_sync(~0u, ok);
+  if (!TestHooks::Removed<kTest>(hooks, kEdgeProxyFence)) ptx::ProxyFence();
+  return ok;
+}
+
+// Copies what has arrived, and the own block, into the gathered operand [rows, C].
+template <bool kTest, class Protocol>
+class GatherWork {
+ public:
+  static constexpr bool kSignals = false;
+
+  JU_D GatherWork(const PushArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
+                  int32_t workers)
+      : args_(args), protocol_(protocol), hooks_(hooks), item_(worker - workers), stride_(workers) {}
+
+  JU_D bool Next(Strip& strip) {
+    const Geometry& g = args_.geometry;
+    if (row_ == end_) {
+      row_ = begin_;
+      if (++seg_ >= g.num_segments && !NextItem()) return false;
+    }
+    const int32_t row_bytes = g.columns[seg_] * args_.element_bytes;
+    int32_t rows = end_ - row_;
+    if (source_ == g.rank && args_.own_in_place) {
+      const RowSpan span = g.HeadShardRows(g.rank, row_);
+      rows = min(rows, span.length);
+      strip.source = args_.parts[seg_] + static_cast<int64_t>(span.begin) * row_bytes;
+    } else {
+      strip.source = protocol_.Slot(g.rank) +
+                     SourceBlockOffset(g, seg_, source_, args_.element_bytes) +
+                     static_cast<int64_t>(row_) * row_bytes;
+    }
+    strip.dest_pitch = g.fused_columns * args_.element_bytes;
+    strip.dest = args_.gathered + static_cast<int64_t>(row_) * strip.dest_pitch +
+                 static_cast<int64_t>(g.block_begin(seg_, source_)) * args_.element_bytes;
+    strip.rows = rows;
+    strip.row_bytes = row_bytes;
+    strip.source_pitch = row_bytes;
+    strip.signal = kNoSignal;
+    strip.remote = false;
+    row_ += rows;
+    return true;
+  }
+  JU_D void Signal(int32_t) {}
+
+ private:
+  JU_D bool NextItem() {
+    // The order in which the GEMM consumes, so that the rows are likely in the cache.
+    const Geometry& g = args_.geometry;
+    const PushOrder order = {g.num_ranks, g.rank, g.rows, 0};
+    item_ += stride_;
+    if (item_ >= order.num_items()) return false;
+    const PushOrder::Item item = order.At(item_);
+    source_ = 2 * g.rank - item.dest;  // step s: PushOrder goes down from rank, the GEMM up
+    if (source_ < 0) source_ += g.num_ranks;
+    if (source_ >= g.num_ranks) source_ -= g.num_ranks;
+    seg_ = 0;
+    begin_ = row_ = item.piece * kPieceRows;
+    end_ = min(begin_ + kPieceRows, g.rows);
+    if (source_ == g.rank && args_.own_in_place) return true;
+    return WaitPiecesWarp<kTest>(protocol_, hooks_, source_, begin_, end_);
+  }
+
+  const PushArgs& args_;
+  Protocol& protocol_;
+  const TestHooks& hooks_;
+  int32_t item_;
+  const int32_t stride_;
+  int32_t source_ = 0;
+  int32_t seg_ = kMaxFusedSegments;
+  int32_t begin_ = 0;
+  int32_t row_ = 0;
+  int32_t end_ = 0;
+};
+
+}  // namespace jax_ulysses
+#endif  // __CUDACC__
+
+#endif  // JAX_ULYSSES_EXCHANGE_PUSH_H_

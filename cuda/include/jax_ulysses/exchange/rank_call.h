@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a kernel of one rank begins and ends, whatever it does in between.
+//
+// A rank is `ctas` CTAs. Begin: every CTA looks whether the group has been aborted. End: the last
+// CTA to finish says "done" at every rank and advances the epoch, or, after an abort, fills all
+// outputs with NaN and hands the fault record to the host. There is no exit handshake: what a rank
+// still owes to its peers is parked in slots, which the credit protects.
+#ifndef JAX_ULYSSES_EXCHANGE_RANK_CALL_H_
+#define JAX_ULYSSES_EXCHANGE_RANK_CALL_H_
+
+#include "jax_ulysses/base.h"
+#include "jax_ulysses/comm/ptx_memory.h"
+#include "jax_ulysses/comm/rank_protocol.h"
+#include "jax_ulysses/exchange/fault_mailbox.h"
+#include "jax_ulysses/exchange/geometry.h"
+#include "jax_ulysses/exchange/test_hooks.h"
+
+namespace jax_ulysses {
+
+// Counts the CTAs of a rank that have ended. On the line of the epoch word, which only the owner
+// touches; zero between calls.
+inline constexpr int64_t kTicketOffset = 64;
+
+struct OutputSpan {
+  char* data = nullptr;
+  int64_t bytes = 0;
+};
+
+struct RankCall {
+  CallInfo info;
+  FaultMailbox* mailbox = nullptr;
+  OutputSpan outputs[kMaxFusedSegments];
+  int32_t num_outputs = 0;
+  int32_t ctas = 1;
+  int32_t comm_ctas = 1;
+  // Off: all data is taken to be present, and no flag is touched (a plain GEMM, for comparison).
+  int32_t communicate = 1;
+  TestHooks hooks;
+};
+
+template <bool kTest>
+using KernelProtocol = RankProtocol<PtxMemory, kTest ? kEdgesAtRunTime : kEdgeNone>;
+
+struct RankShared {
+  uint32_t aborted;
+  uint32_t last;
+};
+
+// Whole CTA, before its first CTA-wide barrier; `shared.aborted` is valid after it.
+template <bool kTest>
+JU_D void BeginRank(const RankCall& call, RankShared& shared) {
+  if constexpr (kTest) TestHooks::Sleep(call.hooks.start_delay_ns);
+  if (threadIdx.x == 0) {
+    shared.aborted =
+        call.communicate && KernelProtocol<kTest>(call.info).Aborted() ? 1u : 0u;
+  }
+}
+
+// One warp: the credit of every rank, one per lane. False after an abort. The proxy fence orders
+// the acquired credit before bulk and TMA stores into a slot.
+template <class Protocol>
+JU_D bool WaitSlotFreeWarp(Protocol& protocol) {
+  bool ok = true;
+  const int num_ranks = static_cast<int>(protocol.call().layout.num_ranks);
+  for (int peer = static_cast<int>(threadIdx.x % 32); peer < num_ranks; peer += 32) {
+    if (peer != protocol.call().rank) ok = protocol.WaitSlotFree(peer) && ok;
+  }
+  ok = __all_sync(~0u, ok);
+  ptx::ProxyFence();
+  return ok;
+}
+
+// One warp of one CTA: says that this rank is here and looks who else is. Nobody waits for it, so
+// a late peer costs nothing here; a peer that came for another call aborts the group.
+template <bool kTest>
+JU_D void CheckEntries(const RankCall& call) {
+  KernelProtocol<kTest> protocol(call.info);
+  if (!WaitSlotFreeWarp(protocol)) return;
+  const int num_ranks = static_cast<int>(call.info.layout.num_ranks);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  for (int i = lane; i < num_ranks; i += 32) protocol.PublishEntry((call.info.rank + i) % num_ranks);
+  for (int i = lane; i < num_ranks; i += 32) {
+    if (!protocol.WaitEntry((call.info.rank + i) % num_ranks)) break;
+  }
+  __syncwarp();
+}
+
+// Whole CTA, after all its asynchronous stores are complete.
+template <bool kTest>
+JU_D void EndRank(const RankCall& call, RankShared& shared) {
+  if (!call.communicate) return;
+  KernelProtocol<kTest> protocol(call.info);
+  uint32_t* ticket =
+      reinterpret_cast<uint32_t*>(call.info.peers.heap[call.info.rank] + kTicketOffset);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // Releases what this CTA did, acquires what the others did. Scope: device.
+    const bool last = ptx::AddAcqRelGpu(ticket, 1) == static_cast<uint32_t>(call.ctas) - 1;
+    if (last) *ticket = 0;
+    shared.last = last;
+    shared.aborted = protocol.Aborted();
+  }
+  __syncthreads();
+  if (!shared.last) return;
+  if (!shared.aborted) {
+    if (threadIdx.x < 32) {
+      const int num_ranks = static_cast<int>(call.info.layout.num_ranks);
+      for (int i = static_cast<int>(threadIdx.x); i < num_ranks; i += 32) {
+        protocol.PublishDone((call.info.rank + i) % num_ranks);
+      }
+      __syncwarp();
+      if (threadIdx.x == 0) protocol.AdvanceEpoch();
+    }
+    return;
+  }
+  for (int i = 0; i < call.num_outputs; ++i) {
+    // All bits set is a NaN in every floating-point format. Outputs are multiples of 16 bytes.
+    auto* data = reinterpret_cast<uint4*>(call.outputs[i].data);
+    for (int64_t j = threadIdx.x; j < call.outputs[i].bytes / 16; j += blockDim.x) {
+      data[j] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    }
+  }
+  if (threadIdx.x == 0 && call.mailbox != nullptr) {
+    const Fault fault = protocol.ReadFault();
+    const uint32_t words[kFaultWords] = {static_cast<uint32_t>(fault.kind),
+                                         static_cast<uint32_t>(fault.rank),
+                                         static_cast<uint32_t>(fault.peer),
+                                         static_cast<uint32_t>(fault.op),
+                                         static_cast<uint32_t>(fault.tile),
+                                         fault.epoch,
+                                         fault.detail};
+    for (int w = 0; w < kFaultWords; ++w) {
+      PtxMemory::StoreRelaxed(&call.mailbox->words[w], words[w]);
+    }
+    PtxMemory::StoreRelease(&call.mailbox->ready, 1);
+  }
+}
+
+}  // namespace jax_ulysses
+
+#endif  // JAX_ULYSSES_EXCHANGE_RANK_CALL_H_

@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+// GEMM -> all-to-all: y = x @ w + bias, where the columns of y go to the ranks that own their
+// heads. The epilogue stores a tile into the own slot, the publisher warp raises its flag at the
+// owners, and their communication warps pull the rows into their outputs. Blocks of other ranks
+// come first; the own block is stored into the output directly where rows allow.
+#ifndef JAX_ULYSSES_GEMM_GEMM_A2A_H_
+#define JAX_ULYSSES_GEMM_GEMM_A2A_H_
+
+#include "jax_ulysses/exchange/pull.h"
+#include "jax_ulysses/gemm/a2a_gemm.h"
+#include "jax_ulysses/gemm/cta.h"
+
+namespace jax_ulysses {
+
+template <class C>
+struct GemmA2aParams {
+  RankCall call;
+  PullArgs pull;
+  int32_t depth = 0;  // D: columns of x
+  typename C::Mainloop::Params operands;
+  typename C::Epilogue::Params to_slot[kMaxSlots][kMaxFusedSegments];
+  typename C::Epilogue::Params to_output[kMaxFusedSegments];  // own block, if own_in_place
+};
+
+// Hands tiles from the warp that stored them to the warp that raises their flags, so that the
+// release's fence does not hold up the epilogue. A ring of two with back-pressure.
+template <class C>
+class TileHandOff {
+ public:
+  JU_D TileHandOff(typename C::HandOff& barriers, const TestHooks& hooks)
+      : barriers_(barriers), removed_(TestHooks::Removed<C::kTest>(hooks, kEdgeHandOff)) {}
+  JU_D static void Init(typename C::HandOff& barriers) {
+    for (int i = 0; i < 2; ++i) {
+      ptx::BarrierInit(&barriers.full[i], 1);
+      ptx::BarrierInit(&barriers.empty[i], 1);
+    }
+  }
+  // The whole storing warp; its stores are complete.
+  JU_D void Give() {
+    if (count_ >= 2 && !removed_) ptx::BarrierWait(&barriers_.empty[count_ & 1], ((count_ >> 1) - 1) & 1);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&barriers_.full[count_ & 1]);
+    ++count_;
+  }
+  // The whole publishing warp.
+  JU_D void Take() {
+    if (!removed_) ptx::BarrierWait(&barriers_.full[count_ & 1], (count_ >> 1) & 1);
+  }
+  JU_D void TakeDone() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&barriers_.empty[count_ & 1]);
+    ++count_;
+  }
+
+ private:
+  typename C::HandOff& barriers_;
+  const bool removed_;
+  uint32_t count_ = 0;
+};
+
+template <class C>
+JU_D void GemmA2aRank(const GemmA2aParams<C>& p, int32_t cta, char* shared_bytes) {
+  using Protocol = KernelProtocol<C::kTest>;
+  auto& shared = *reinterpret_cast<typename C::Shared*>(shared_bytes);
+  const RankCall& call = p.call;
+  const Geometry& g = p.pull.geometry;
+  const TileOrder& order = p.pull.order;
+  if constexpr (C::kTest) {
+    if (call.hooks.absent) return;
+  }
+  const WarpRole role = RoleOfWarp();
+  if (role == WarpRole::kProducer && cute::elect_one_sync()) {
+    C::Mainloop::prefetch_tma_descriptors(p.operands);
+  }
+  BeginRank<C::kTest>(call, shared.rank);
+  if (threadIdx.x == 0) {
+    C::Ring::Init(shared.ring);
+    TileHandOff<C>::Init(shared.hand_off);
+    ptx::BarrierInitFence();
+  }
+  GemmPipelines<C> pipelines(shared);
+  __syncthreads();
+
+  const int32_t k_tiles = static_cast<int32_t>(CeilDiv(p.depth, C::kTileK));
+  const bool run = !shared.rank.aborted;
+  // Whether a tile goes straight into the output.
+  auto in_place = [&](const TileOrder::Tile& tile) {
+    return tile.dest == g.rank && !PullOrder::OwnInSlot(g, tile.seg, p.pull.own_in_place);
+  };
+  if (role == WarpRole::kConsumer) {
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    Consumer<C> consumer(pipelines, shared);
+    Protocol protocol(call.info);
+    TileHandOff<C> hand_off(shared.hand_off, call.hooks);
+    const int64_t slot = call.communicate ? protocol.slot_index() : 0;
+    bool credit = !call.communicate;
+    for (int32_t i = cta; run && i < order.num_tiles; i += call.ctas) {
+      const TileOrder::Tile tile = order.At(g, i);
+      auto accumulator = Consumer<C>::MakeAccumulator();
+      consumer.Accumulate(accumulator, k_tiles, p.operands);
+      if constexpr (C::kTest) TestHooks::Sleep(call.hooks.epilogue_delay_ns);
+      if (in_place(tile)) {
+        const int32_t row = g.HeadShardRows(g.rank, tile.row_block * C::kTileM).begin;
+        // With one run the output map begins at it; else every run begins at a whole tile.
+        const bool one_run = g.rows == g.run_rows;
+        consumer.Store(p.to_output[tile.seg], one_run ? g.rows : g.rows * g.num_ranks,
+                       g.columns[tile.seg], 1, one_run ? tile.row_block : row / C::kTileM,
+                       tile.col_block, 0, accumulator);
+        continue;
+      }
+      if (!credit && Consumer<C>::is_storing_warp()) {
+        // Edge "credit", by the only warp that writes the slot. After an abort the slot of a later
+        // call may be overwritten: nobody takes it for a result.
+        WaitSlotFreeWarp(protocol);
+        credit = true;
+      }
+      consumer.Store(p.to_slot[slot][tile.seg], g.rows, g.columns[tile.seg],
+                     g.num_blocks(tile.seg), tile.row_block, tile.col_block,
+                     g.block(tile.seg, tile.dest), accumulator);
+      if (call.communicate && Consumer<C>::is_storing_warp()) {
+        // Bulk groups belong to the thread that committed them. Complete, not only read: the flag
+        // says that the bytes are in memory.
+        if (TestHooks::Removed<C::kTest>(call.hooks, kEdgeBulkComplete)) {
+          ptx::BulkWaitRead<0>();
+        } else {
+          ptx::BulkWait<0>();
+        }
+        hand_off.Give();
+      }
+    }
+    ptx::BulkWait<0>();
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    if (run && role == WarpRole::kProducer) {
+      Producer<C> producer(pipelines, shared);
+      for (int32_t i = cta; i < order.num_tiles; i += call.ctas) {
+        const TileOrder::Tile tile = order.At(g, i);
+        producer.Load(p.operands, {g.rows, p.depth, 1}, {p.depth, g.fused_columns},
+                      tile.row_block * C::kTileM, 0, 0,
+                      g.block_begin(tile.seg, tile.dest) + tile.col_block * C::kTileN, k_tiles);
+      }
+      producer.Tail();
+    } else if (run && call.communicate && role == WarpRole::kCommunicator) {
+      Protocol protocol(call.info);
+      const int32_t worker = (cta * call.comm_ctas + call.ctas - 1) / call.ctas;
+      if (worker * call.ctas / call.comm_ctas == cta && worker < call.comm_ctas) {
+        typename C::Ring ring(shared.ring, call.hooks);
+        PullWork<C::kTest, Protocol> pull(p.pull, protocol, call.hooks, worker, call.comm_ctas);
+        ring.Run(pull);
+      }
+    } else if (run && call.communicate && role == WarpRole::kPublisher) {
+      Protocol protocol(call.info);
+      TileHandOff<C> hand_off(shared.hand_off, call.hooks);
+      for (int32_t i = cta; i < order.num_tiles; i += call.ctas) {
+        const TileOrder::Tile tile = order.At(g, i);
+        if (in_place(tile)) continue;
+        hand_off.Take();
+        // Edge "tile": released to every owner of the block, system scope.
+        const int32_t copies = g.replicas[tile.seg];
+        const int32_t first = tile.dest / copies * copies;
+        for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < copies; j += 32) {
+          protocol.PublishTile(first + j, tile.flag);
+        }
+        hand_off.TakeDone();
+      }
+    } else if (run && call.communicate && role == WarpRole::kIdle && cta == 0) {
+      CheckEntries<C::kTest>(call);
+    }
+  }
+  EndRank<C::kTest>(call, shared.rank);
+}
+
+}  // namespace jax_ulysses
+
+#endif  // JAX_ULYSSES_GEMM_GEMM_A2A_H_

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+// Builds the KernelEntry of one instantiation. Included by cuda/instantiations/*.cu, one kernel
+// configuration a file, because each takes half a minute to compile.
+#ifndef JAX_ULYSSES_KERNELS_SM90_ENTRY_CUH_
+#define JAX_ULYSSES_KERNELS_SM90_ENTRY_CUH_
+
+#include <new>
+
+#include "jax_ulysses/gemm/kernels.h"
+#include "kernels/entry.h"
+
+namespace jax_ulysses {
+
+static_assert(kBlockThreads == kThreads);
+
+inline void FillRankCall(const FusedCall& call, const LaunchPlan& plan, RankCall& rank) {
+  rank.info = call.info;
+  rank.mailbox = call.mailbox;
+  rank.ctas = plan.ctas;
+  rank.comm_ctas = plan.comm_ctas;
+  rank.communicate = call.communicate;
+  rank.hooks = call.hooks;
+  rank.info.removed_edges = call.hooks.removed_edges;
+}
+
+inline char* SlotAddress(const CallInfo& info, int slot) {
+  return info.peers.heap[info.rank] + info.layout.slot(slot);
+}
+
+template <class Element>
+const void* Advance(const void* p, int64_t elements) {
+  return p == nullptr ? nullptr : static_cast<const Element*>(p) + elements;
+}
+
+template <class C>
+void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
+  auto& p = *new (memory) A2aGemmParams<C>;
+  using Element = typename C::Element;
+  FillRankCall(call, plan, p.call);
+  const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
+  p.push.geometry = g;
+  p.push.element_bytes = sizeof(Element);
+  p.push.own_in_place = g.TilesFollowRuns(C::kTileM);
+  p.push.gathered = static_cast<char*>(call.gathered);
+  p.width = static_cast<int32_t>(call.width);
+  const OperandB w = {g.fused_columns, p.width};
+  for (int seg = 0; seg < g.num_segments; ++seg) {
+    p.k_tiles += g.num_ranks * static_cast<int32_t>(CeilDiv(g.columns[seg], C::kTileK));
+    p.push.parts[seg] = static_cast<const char*>(call.parts[seg]);
+    p.from_input[seg] = MakeOperands<C>(call.parts[seg],
+                                        {g.rows * g.num_ranks, g.columns[seg], 1}, call.w, w);
+    for (int slot = 0; slot < call.info.layout.num_slots; ++slot) {
+      p.from_slot[slot][seg] = MakeOperands<C>(
+          SlotAddress(call.info, slot) + SourceBlockOffset(g, seg, 0, sizeof(Element)),
+          {g.rows, g.columns[seg], g.num_ranks}, call.w, w);
+    }
+  }
+  p.output = MakeOutput<C>(call.y, g.rows, p.width, 1, call.bias);
+  const int64_t rows = g.rows;
+  p.call.outputs[p.call.num_outputs++] = {static_cast<char*>(call.y),
+                                          rows * p.width * int64_t{sizeof(Element)}};
+  if (call.gathered != nullptr) {
+    p.call.outputs[p.call.num_outputs++] = {static_cast<char*>(call.gathered),
+                                            rows * g.fused_columns * int64_t{sizeof(Element)}};
+  }
+}
+
+template <class C>
+void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
+  auto& p = *new (memory) GemmA2aParams<C>;
+  using Element = typename C::Element;
+  FillRankCall(call, plan, p.call);
+  const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
+  p.pull.geometry = g;
+  p.pull.order = TileOrder::Make(g, C::kTileM, C::kTileN);
+  p.pull.element_bytes = sizeof(Element);
+  p.pull.own_in_place = g.TilesFollowRuns(C::kTileM);
+  p.depth = static_cast<int32_t>(call.depth);
+  p.operands =
+      MakeOperands<C>(call.x, {g.rows, p.depth, 1}, call.w, {p.depth, g.fused_columns});
+  const bool one_run = g.rows == g.run_rows;
+  for (int seg = 0; seg < g.num_segments; ++seg) {
+    const int32_t columns = g.columns[seg];
+    auto* out = static_cast<Element*>(call.out[seg]);
+    p.pull.out[seg] = static_cast<char*>(call.out[seg]);
+    const int64_t first = one_run ? g.HeadShardRows(g.rank, 0).begin : 0;
+    p.to_output[seg] = MakeOutput<C>(out + first * columns, one_run ? g.rows : g.rows * g.num_ranks,
+                                     columns, 1,
+                                     Advance<Element>(call.bias, g.block_begin(seg, g.rank)));
+    for (int slot = 0; slot < call.info.layout.num_slots; ++slot) {
+      p.to_slot[slot][seg] = MakeOutput<C>(
+          SlotAddress(call.info, slot) + MadeBlockOffset(g, seg, 0, sizeof(Element)), g.rows,
+          columns, g.num_blocks(seg), Advance<Element>(call.bias, g.fused_begin[seg]));
+    }
+    p.call.outputs[p.call.num_outputs++] = {
+        static_cast<char*>(call.out[seg]),
+        int64_t{g.rows} * g.num_ranks * columns * int64_t{sizeof(Element)}};
+  }
+}
+
+constexpr TilePolicy PolicyOf(int rows, int columns) {
+  if (rows == 256) return TilePolicy::k256x128;
+  return columns == 256 ? TilePolicy::k128x256 : TilePolicy::k128x128;
+}
+
+template <template <class> class Params, class Call, class C>
+KernelEntry<Call> MakeEntry() {
+  KernelEntry<Call> entry{};
+  entry.type = cute::is_same_v<typename C::Element, cutlass::bfloat16_t> ? ElementType::kBf16
+                                                                         : ElementType::kF16;
+  entry.transposed = C::kTransposed;
+  entry.tile = PolicyOf(C::kTileM, C::kTileN);
+  entry.tile_rows = C::kTileM;
+  entry.tile_columns = C::kTileN;
+  entry.shared_bytes = sizeof(typename C::Shared);
+  entry.params_bytes = sizeof(Params<C>);
+  static_assert(sizeof(Params<C>) <= 32 * 1024 - 4, "kernel parameters");
+  entry.rank_kernel = reinterpret_cast<const void*>(&RankKernel<Params<C>>);
+  // Only tests put a world into one launch.
+  if constexpr (C::kTest) {
+    entry.world_kernel = reinterpret_cast<const void*>(&WorldKernel<Params<C>>);
+  }
+  entry.build = &Build<C>;
+  return entry;
+}
+
+}  // namespace jax_ulysses
+
+// JU_INSTANTIATE(A2aGemm, name, element, transposed, rows, columns, test)
+#define JU_INSTANTIATE(op, name, element, transposed, rows, columns, test)                   \
+  namespace jax_ulysses {                                                                    \
+  KernelEntry<op##Call> name() {                                                             \
+    using Tile = cute::Shape<cute::Int<rows>, cute::Int<columns>, cute::_64>;                \
+    return MakeEntry<op##Params, op##Call, GemmConfig<element, transposed, Tile, test>>();   \
+  }                                                                                          \
+  }
+
+#endif  // JAX_ULYSSES_KERNELS_SM90_ENTRY_CUH_

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rig B: all ranks of a group on one GPU, as slices of one cooperative launch.
+#ifndef JAX_ULYSSES_TESTS_GPU_WORLD_CUH_
+#define JAX_ULYSSES_TESTS_GPU_WORLD_CUH_
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "device_util.cuh"
+#include "jax_ulysses/comm/host_memory.h"
+#include "kernels/entry.h"
+
+namespace jax_ulysses::testing {
+
+struct Shape {
+  int ranks = 4;
+  int batch = 1;
+  int tokens = 256;          // T
+  std::vector<int> heads;    // per segment
+  int head_dim = 128;
+  int model = 512;           // D: depth of gemm_a2a, width of a2a_gemm
+  bool zigzag = false;
+  bool bias = false;
+  bool gathered = false;     // a2a_gemm only
+
+  HeadExchange Exchange() const {
+    HeadExchange ex;
+    ex.num_ranks = ranks;
+    ex.head_dim = head_dim;
+    ex.token_order = zigzag ? TokenOrder::kZigzag : TokenOrder::kContiguous;
+    ex.local_tokens = tokens;
+    ex.num_segments = static_cast<int64_t>(heads.size());
+    for (size_t i = 0; i < heads.size(); ++i) ex.heads[i] = heads[i];
+    return ex;
+  }
+  int64_t rows() const { return int64_t{batch} * tokens; }
+  std::string Text() const {
+    std::string text = "P" + std::to_string(ranks) + " B" + std::to_string(batch) + " T" +
+                       std::to_string(tokens) + " heads";
+    for (int h : heads) text += " " + std::to_string(h);
+    return text + " H" + std::to_string(head_dim) + " D" + std::to_string(model) +
+           (zigzag ? " zigzag" : "") + (bias ? " bias" : "") + (gathered ? " g" : "");
+  }
+};
+
+// The heaps of P ranks on this device.
+class Heaps {
+ public:
+  Heaps(int ranks, int64_t slot_bytes) {
+    layout_.num_ranks = ranks;
+    layout_.slot_bytes = slot_bytes;
+    for (int r = 0; r < ranks; ++r) {
+      heaps_.emplace_back(layout_.heap_bytes());
+      peers_.heap[r] = heaps_.back().get();
+    }
+    Reset(0xfffffff0u);  // every test crosses the wrap of the epoch
+  }
+  void Reset(uint32_t start) {
+    std::vector<char> control(static_cast<size_t>(layout_.control_bytes()));
+    InitControlWords<HostMemory>(control.data(), layout_, start);
+    for (const Buffer& heap : heaps_) {
+      CK(cudaMemcpy(heap.get(), control.data(), control.size(), cudaMemcpyHostToDevice));
+    }
+  }
+  void PoisonSlots(cudaStream_t stream) const {
+    for (const Buffer& heap : heaps_) {
+      CK(cudaMemsetAsync(heap.get() + layout_.slot(0), 0xff,
+                         static_cast<size_t>(layout_.num_slots * layout_.slot_stride()), stream));
+    }
+  }
+  CallInfo Info(int rank, Operator op, uint32_t agreement, uint64_t deadline_ns) const {
+    CallInfo info;
+    info.peers = peers_;
+    info.layout = layout_;
+    info.rank = rank;
+    info.op = op;
+    info.agreement = agreement;
+    info.deadline_ns = deadline_ns;
+    return info;
+  }
+  char* Slot(int rank, int slot) const { return peers_.heap[rank] + layout_.slot(slot); }
+  uint32_t Word(int rank, int64_t offset) const {
+    uint32_t word;
+    CK(cudaMemcpy(&word, peers_.heap[rank] + offset, 4, cudaMemcpyDeviceToHost));
+    return word;
+  }
+  const HeapLayout& layout() const { return layout_; }
+
+ private:
+  HeapLayout layout_;
+  PeerTable peers_;
+  std::vector<Buffer> heaps_;
+};
+
+// Parameters of all ranks for one launch, in device memory.
+template <class Call>
+class WorldLaunch {
+ public:
+  WorldLaunch(const KernelEntry<Call>& entry, const std::vector<Call>& calls, LaunchPlan plan)
+      : entry_(entry), ranks_(static_cast<int>(calls.size())), plan_(plan) {
+    const size_t stride = static_cast<size_t>(entry.params_bytes);
+    void* host = nullptr;
+    if (posix_memalign(&host, 1024, stride * calls.size()) != 0) std::abort();
+    for (size_t r = 0; r < calls.size(); ++r) {
+      entry.build(calls[r], plan, static_cast<char*>(host) + r * stride);
+    }
+    params_ = Buffer(static_cast<int64_t>(stride * calls.size()));
+    CK(cudaMemcpy(params_.get(), host, stride * calls.size(), cudaMemcpyHostToDevice));
+    std::free(host);
+    CK(cudaFuncSetAttribute(entry.world_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                            entry.shared_bytes));
+  }
+  void Run(cudaStream_t stream) const {
+    const char* params = params_.get();
+    int32_t ctas = plan_.ctas;
+    void* args[] = {&params, &ctas};
+    CK(cudaLaunchCooperativeKernel(entry_.world_kernel, dim3(ranks_ * plan_.ctas),
+                                   dim3(kBlockThreads), args,
+                                   static_cast<size_t>(entry_.shared_bytes), stream));
+  }
+
+ private:
+  KernelEntry<Call> entry_;
+  int ranks_;
+  LaunchPlan plan_;
+  Buffer params_;
+};
+
+inline int NumSms() {
+  int sms = 0;
+  CK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  return sms;
+}
+
+inline LaunchPlan PlanFor(int ranks, bool push) {
+  LaunchPlan plan;
+  plan.ctas = NumSms() / ranks;
+  plan.comm_ctas = push ? std::max(1, (plan.ctas + 2) / 3) : plan.ctas;
+  return plan;
+}
+
+}  // namespace jax_ulysses::testing
+
+#endif  // JAX_ULYSSES_TESTS_GPU_WORLD_CUH_

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// The work lists of the kernels, without a GPU: everything is made, pushed and pulled exactly once,
+// and what is waited for is what is raised.
+#include <set>
+#include <tuple>
+
+#include "check.h"
+#include "jax_ulysses/exchange/geometry.h"
+#include "jax_ulysses/exchange/pull.h"
+#include "jax_ulysses/exchange/push.h"
+
+namespace jax_ulysses {
+namespace {
+
+HeadExchange Make(int64_t ranks, int64_t tokens, std::initializer_list<int64_t> heads,
+                  int64_t head_dim, bool zigzag) {
+  HeadExchange ex;
+  ex.num_ranks = ranks;
+  ex.head_dim = head_dim;
+  ex.token_order = zigzag ? TokenOrder::kZigzag : TokenOrder::kContiguous;
+  ex.local_tokens = tokens;
+  for (int64_t h : heads) ex.heads[ex.num_segments++] = h;
+  return ex;
+}
+
+// Geometry says the same as HeadExchange and TokenMap.
+void TestGeometry(const HeadExchange& ex, int64_t batch) {
+  for (int rank = 0; rank < ex.num_ranks; ++rank) {
+    const Geometry g = MakeGeometry(ex, rank, batch);
+    JU_CHECK(g.fused_columns == ex.fused_columns());
+    for (int seg = 0; seg < g.num_segments; ++seg) {
+      for (int r = 0; r < g.num_ranks; ++r) {
+        JU_CHECK(g.block_begin(seg, r) == ex.fused_block_begin(seg, r));
+      }
+    }
+    for (int32_t row = 0; row < g.rows; ++row) {
+      const RowSpan span = g.HeadShardRows(rank, row);
+      const int64_t b = row / ex.local_tokens, t = row % ex.local_tokens;
+      JU_CHECK(span.begin ==
+               b * ex.local_tokens * ex.num_ranks + ex.tokens().GlobalRow(rank, t));
+      JU_CHECK(span.length >= 1 && t % g.run_rows + span.length == g.run_rows);
+    }
+  }
+}
+
+void TestTiles(const HeadExchange& ex, int64_t batch, int32_t tile_rows, int32_t tile_columns) {
+  for (int rank = 0; rank < ex.num_ranks; ++rank) {
+    const Geometry g = MakeGeometry(ex, rank, batch);
+    const TileOrder order = TileOrder::Make(g, tile_rows, tile_columns);
+    std::set<std::tuple<int, int, int, int>> made;  // segment, block, row block, column block
+    std::set<std::tuple<int, int>> raised;          // dest, flag
+    for (int32_t i = 0; i < order.num_tiles; ++i) {
+      const TileOrder::Tile t = order.At(g, i);
+      JU_CHECK(t.col_block < order.col_blocks[t.seg] && t.row_block < order.row_blocks);
+      JU_CHECK(made.insert({t.seg, g.block(t.seg, t.dest), t.row_block, t.col_block}).second);
+      JU_CHECK(t.flag == order.FirstFlag(t.seg, t.row_block) + t.col_block);
+      JU_CHECK(t.flag < order.num_flags());
+      const int first = t.dest / g.replicas[t.seg] * g.replicas[t.seg];
+      for (int d = first; d < first + g.replicas[t.seg]; ++d) {
+        JU_CHECK(raised.insert({d, t.flag}).second);
+      }
+    }
+    // Every rank finds every flag that it can wait for.
+    JU_CHECK(static_cast<int>(raised.size()) == ex.num_ranks * order.num_flags());
+  }
+}
+
+void TestPulls(const HeadExchange& ex, int64_t batch) {
+  for (int rank = 0; rank < ex.num_ranks; ++rank) {
+    const Geometry g = MakeGeometry(ex, rank, batch);
+    const int32_t pieces = static_cast<int32_t>(CeilDiv(g.rows, kPieceRows));
+    for (bool in_place : {false, true}) {
+      std::set<std::tuple<int, int, int>> pulled;
+      for (int32_t i = 0; i < PullOrder::num_items(g, in_place); ++i) {
+        const PullOrder::Item item = PullOrder::At(g, in_place, i);
+        JU_CHECK(item.seg >= 0 && item.seg < g.num_segments && item.piece < pieces);
+        JU_CHECK(item.source != rank || PullOrder::OwnInSlot(g, item.seg, in_place));
+        JU_CHECK(pulled.insert({item.source, item.seg, item.piece}).second);
+      }
+      const int own = PullOrder::OwnSegments(g, in_place);
+      JU_CHECK(static_cast<int>(pulled.size()) ==
+               pieces * ((g.num_ranks - 1) * g.num_segments + own));
+    }
+    for (int32_t first_step : {0, 1}) {
+      const PushOrder order = {g.num_ranks, g.rank, g.rows, first_step};
+      std::set<std::tuple<int, int>> pushed;
+      for (int32_t i = 0; i < order.num_items(); ++i) {
+        const PushOrder::Item item = order.At(i);
+        JU_CHECK(item.dest >= 0 && item.dest < g.num_ranks && item.piece < pieces);
+        JU_CHECK(first_step == 0 || item.dest != rank);
+        JU_CHECK(pushed.insert({item.dest, item.piece}).second);
+      }
+      JU_CHECK(static_cast<int>(pushed.size()) == (g.num_ranks - first_step) * pieces);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_ulysses
+
+int main() {
+  using namespace jax_ulysses;
+  for (int64_t ranks : {1, 2, 4, 8}) {
+    for (int64_t tokens : {2, 6, 130, 512, 1000, 1408}) {
+      for (bool zigzag : {false, true}) {
+        for (int64_t batch : {1, 2, 3}) {
+          for (const HeadExchange& ex :
+               {Make(ranks, tokens, {16}, 64, zigzag), Make(ranks, tokens, {16, 8, 8}, 128, zigzag),
+                Make(ranks, tokens, {16, 1, 1}, 80, zigzag),
+                Make(ranks, tokens, {16, 2, 8}, 96, zigzag)}) {
+            TestGeometry(ex, batch);
+            TestTiles(ex, batch, 128, 256);
+            TestTiles(ex, batch, 128, 128);
+            TestTiles(ex, batch, 256, 128);
+            TestPulls(ex, batch);
+          }
+        }
+      }
+    }
+  }
+  return testing::Finish("kernel_orders_test");
+}
