@@ -44,3 +44,12 @@ html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
 }
+
+
+def _escape_double_stars(app, what, name, obj, options, lines):
+    """Docstrings show signatures in prose; reST would read `**features` as bold."""
+    lines[:] = [line.replace(", **", r", \*\*") for line in lines]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _escape_double_stars)
