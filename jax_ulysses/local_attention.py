@@ -44,26 +44,49 @@ def local_attention(
     Returns:
       [B, S, n, H].
     """
+    sees = mask
+    bias = None
+    if sinks is not None:
+        # A key and value of zero behind the others, whose logit is the sink. (Scaling
+        # the result by the softmax's residual would be cheaper, but JAX gives that
+        # residual no gradient.)
+        sees = _explicit_mask(query, key, mask, is_causal, local_window_size)
+        is_causal, local_window_size = False, None
+        is_sink = jnp.arange(key.shape[1] + 1) == key.shape[1]
+        bias = jnp.where(is_sink, sinks.astype(jnp.float32)[None, :, None, None], 0)
+        sees = jnp.pad(sees, ((0, 0),) * 3 + ((0, 1),), constant_values=True)
+        key, value = (
+            jnp.pad(t, ((0, 0), (0, 1), (0, 0), (0, 0))) for t in (key, value)
+        )
     out = jax.nn.dot_product_attention(
         query,
         key,
         value,
-        mask=mask,
+        bias=bias,
+        mask=sees,
         is_causal=is_causal,
         local_window_size=local_window_size,
         implementation=implementation,
-        return_residual=sinks is not None,
     )
-    if sinks is not None:
-        out, log_sum_exp = out
-        # A key without a value only adds exp(sink) to the softmax's denominator.
-        kept = jax.nn.sigmoid(log_sum_exp - sinks.astype(log_sum_exp.dtype))
-        out = out * kept[..., None].astype(out.dtype)
     if mask is not None:
         sees_any = jnp.any(mask, axis=-1)  # [B|1, n|1, S|1]
         sees_any = jnp.moveaxis(sees_any, 1, 2)[..., None]
         out = jnp.where(sees_any, out, jnp.zeros((), out.dtype))
     return out
+
+
+def _explicit_mask(query, key, mask, is_causal, window) -> Array:
+    """All masks in one, bool [B or 1, n or 1, S, L]."""
+    distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])
+    sees = jnp.ones(distance.shape, bool)
+    if is_causal:
+        sees = sees & (distance >= 0)
+    if window is not None:
+        sees = sees & (distance <= window[0]) & (distance >= -window[1])
+    sees = sees[None, None]
+    if mask is None:
+        return sees
+    return jnp.broadcast_to(mask & sees, (*mask.shape[:2], *distance.shape))
 
 
 def normalise_window(
