@@ -23,7 +23,7 @@ def all_heads(num_heads: int, num_ranks: int) -> list[int]:
 
 
 def tokens_of_rank(length: int, num_ranks: int, rank: int, zigzag: bool) -> list[int]:
-    """Global tokens that one rank's sequence shard holds, in the order it holds them."""
+    """Global tokens that one rank's sequence shard holds, in its order."""
     if not zigzag:
         return [t for t in range(length) if t // (length // num_ranks) == rank]
     size = length // (2 * num_ranks)

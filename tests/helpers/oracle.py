@@ -256,7 +256,7 @@ class Layer:
         return (dt, None) if norm is None else norm.gradients(dt)
 
     def gradients(self, dout):
-        """Dict with the gradient of x, each parameter given, and context keys/values."""
+        """Gradients of x, each parameter given, and context keys and values."""
         (dout,) = wide(dout)
         g = {}
         flat = self.a.reshape(*self.a.shape[:2], -1)

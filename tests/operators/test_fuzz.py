@@ -23,7 +23,7 @@ CASES = int(os.environ.get("JAX_ULYSSES_FUZZ_CASES", max(300, settings().max_exa
 # P -> its share of the cases, and the meshes that have it.
 RANKS = {
     1: (0.07, ("cp1", "dp2x1")),
-    2: (0.3, ("cp2", "dp2x2", "cp2dp4", "dp2cp2tp2-auto")),
+    2: (0.3, ("cp2", "dp2x2", "cp2dp4", "dp2x2-auto")),
     4: (0.36, ("cp4", "cp4-reversed", "dp2cp4-auto", "cp4dp2-transposed")),
     8: (0.27, ("cp8", "tuple", "tuple-swapped")),
 }

@@ -131,7 +131,7 @@ def test_finite_differences(operator, implementation):
 
 @pytest.mark.user_case(26)
 def test_residuals_survive_a_second_forward(implementation):
-    """Backward of the first call after a forward with other values: no shared buffer."""
+    """Backward of a call after a forward with other values: no shared buffer."""
     w = world("cp4")
     case = Case(kv_heads=2)
     first, second = case.operands(4, seed=3), case.operands(4, seed=4)
