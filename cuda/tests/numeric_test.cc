@@ -47,6 +47,15 @@ void CheckAllValues(uint32_t infinity) {
   }
 }
 
+// What a failed call leaves in its outputs.
+template <class T>
+void CheckFillNan(ElementType type) {
+  T values[3] = {Narrow<T>(1), Narrow<T>(2), Narrow<T>(3)};
+  FillNan(type, values, 2);
+  JU_CHECK(std::isnan(Widen(values[0])) && std::isnan(Widen(values[1])));
+  JU_CHECK(Widen(values[2]) == 3);
+}
+
 // Sums in ascending k whatever the blocking: equal to the plain loop, bit for bit.
 void CheckGemmOrder() {
   const int64_t rows = 3, depth = 301, cols = 517;
@@ -86,6 +95,10 @@ void CheckGemmOrder() {
 int main() {
   jax_ulysses::host::CheckAllValues<jax_ulysses::host::Bf16>(0x7f80u);
   jax_ulysses::host::CheckAllValues<jax_ulysses::host::F16>(0x7c00u);
+  jax_ulysses::host::CheckFillNan<float>(jax_ulysses::host::ElementType::kF32);
+  jax_ulysses::host::CheckFillNan<double>(jax_ulysses::host::ElementType::kF64);
+  jax_ulysses::host::CheckFillNan<jax_ulysses::host::Bf16>(jax_ulysses::host::ElementType::kBf16);
+  jax_ulysses::host::CheckFillNan<jax_ulysses::host::F16>(jax_ulysses::host::ElementType::kF16);
   jax_ulysses::host::CheckGemmOrder();
   return jax_ulysses::testing::Finish("numeric_test");
 }
