@@ -15,7 +15,6 @@ import threading
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_ulysses.ffi import _targets
@@ -220,8 +219,10 @@ def _attributes(group, token_order, heads):
 
 
 def _bias(bias, like):
-    # Targets have a fixed number of operands; an empty bias is none.
-    return jnp.zeros((0,), like.dtype) if bias is None else bias
+    # Targets have a fixed number of operands; an empty bias is none. It is cut from an
+    # operand: as a constant, grad of scan would carry it through the loop, and XLA:CPU
+    # (jaxlib 0.11.2) crashes on an empty loop operand.
+    return like.reshape(-1)[:0] if bias is None else bias
 
 
 def _result(shape, operands, varying_axes):

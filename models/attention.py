@@ -122,11 +122,12 @@ class UlyssesAttention(nnx.Module):
     def params(self) -> AttentionParams:
         """Parameters cast to the computation's dtype, for ``ulysses_attention``."""
 
-        def get(param):
-            return None if param is None else param[...].astype(self.dtype)
+        def cast(param):
+            return param[...].astype(self.dtype)
 
-        names = ("w_qkv", "w_out", "b_qkv", "b_out", "q_norm", "k_norm", "sinks")
-        return AttentionParams(**{name: get(getattr(self, name)) for name in names})
+        optional = ("b_qkv", "b_out", "q_norm", "k_norm", "sinks")
+        given = {n: cast(p) for n in optional if (p := getattr(self, n)) is not None}
+        return AttentionParams(cast(self.w_qkv), cast(self.w_out), **given)
 
     def __call__(
         self,
