@@ -44,17 +44,17 @@ def local_attention(
     Returns:
       [B, S, n, H].
     """
-    sees = mask
-    bias = None
+    sees, bias = mask, None
+    if mask is not None or sinks is not None:
+        allowed = _explicit_mask(query, key, mask, is_causal, local_window_size)
     if sinks is not None:
         # A key and value of zero behind the others, whose logit is the sink. (Scaling
         # the result by the softmax's residual would be cheaper, but JAX gives that
         # residual no gradient.)
-        sees = _explicit_mask(query, key, mask, is_causal, local_window_size)
         is_causal, local_window_size = False, None
         is_sink = jnp.arange(key.shape[1] + 1) == key.shape[1]
         bias = jnp.where(is_sink, sinks.astype(jnp.float32)[None, :, None, None], 0)
-        sees = jnp.pad(sees, ((0, 0),) * 3 + ((0, 1),), constant_values=True)
+        sees = jnp.pad(allowed, ((0, 0),) * 3 + ((0, 1),), constant_values=True)
         key, value = (
             jnp.pad(t, ((0, 0), (0, 1), (0, 0), (0, 0))) for t in (key, value)
         )
@@ -69,7 +69,7 @@ def local_attention(
         implementation=implementation,
     )
     if mask is not None:
-        sees_any = jnp.any(mask, axis=-1)  # [B|1, n|1, S|1]
+        sees_any = jnp.any(allowed, axis=-1)  # [B|1, n|1, S]
         sees_any = jnp.moveaxis(sees_any, 1, 2)[..., None]
         out = jnp.where(sees_any, out, jnp.zeros((), out.dtype))
     return out
