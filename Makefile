@@ -22,7 +22,7 @@ NATIVE := CMakeLists.txt $(shell find cmake cuda ffi -type f \
 CXX_FILES = $(filter %.cc %.cu %.cuh %.h,$(NATIVE))
 # The editable install notes which packages exist; their modules it finds by itself.
 PACKAGES := $(shell find jax_ulysses ffi pallas models -name __init__.py 2>/dev/null)
-PY_DIRS := $(wildcard jax_ulysses ffi pallas models tests benchmarks examples docs tools)
+PY_DIRS := README.md $(wildcard jax_ulysses ffi pallas models tests benchmarks examples docs tools)
 
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
