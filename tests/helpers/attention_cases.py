@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ulysses as ju
 from jax_ulysses import AttentionParams, TokenOrder
 from tests.helpers import mapping_oracle, oracle
+from tests.helpers.worlds import after
 
 FORWARD, BACKWARD = 3e-6, 2e-5
 
@@ -179,12 +180,22 @@ class LayerCase:
         tokens = {n: order(v) for n, v in self.tokens().items()}
         return order(self.x()), self.params(), tokens, self.context()
 
+    def runner(self, w, implementation=None, **extra):
+        """Compiled function from operands to the result in true order."""
+        in_specs = self.in_specs(w)
+        fn = self.call(w.axis, implementation, **extra)
+        mapped = jax.jit(w.shard_map(fn, in_specs, w.tokens))
+
+        def run(operands):
+            out = np.asarray(mapped(*w.place(operands, in_specs)))
+            return mapping_oracle.true_order(out, w.num_ranks, self.zigzag)
+
+        return run
+
     def run(self, w, implementation=None, operands=None, **extra):
         """The result in true order, forward only."""
         operands = operands or self.operands(w.num_ranks)
-        fn = self.call(w.axis, implementation, **extra)
-        out = w.run(fn, operands, self.in_specs(w), w.tokens)
-        return mapping_oracle.true_order(np.asarray(out), w.num_ranks, self.zigzag)
+        return self.runner(w, implementation, **extra)(operands)
 
     def check(self, w, implementation=None, backward=True, **extra) -> dict:
         """Compares result and all gradients with the oracle; returns gradients."""
@@ -210,7 +221,7 @@ class LayerCase:
                 params,
                 context,
             )
-            return out, back(ct)
+            return out, back(after(out, ct))
 
         ct = np.random.default_rng(9).normal(size=x.shape).astype(np.float32)
         placed = w.place((x, params, tokens, context), in_specs)
