@@ -73,6 +73,7 @@ def exchange(
     parts: Sequence[jax.Array],
     *,
     group: int,
+    axis_name: str | Sequence[str] = "cp",
     heads: Sequence[int],
     num_ranks: int,
     direction: int,
@@ -122,6 +123,7 @@ def gemm_a2a(
     bias: jax.Array | None = None,
     *,
     group: int,
+    axis_name: str | Sequence[str] = "cp",
     heads: Sequence[int],
     num_ranks: int,
     head_dim: int,
@@ -172,10 +174,12 @@ def a2a_gemm(
     bias: jax.Array | None = None,
     *,
     group: int,
+    axis_name: str | Sequence[str] = "cp",
     heads: Sequence[int],
     num_ranks: int,
     token_order: int = 0,
     w_transposed: bool = False,
+    want_gathered: bool = True,
     varying_axes: Sequence[str] = (),
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers head shards and projects them: all-to-all, then g @ w + bias.

@@ -17,10 +17,15 @@ class Config:
       deadline_s: longest wait of one rank for another, in seconds, before the call
         ends with an error that names who was missing; 0 waits for ever. Read by
         ``initialize``. ``JAX_ULYSSES_DEADLINE_S``.
+      collective_calls: tell XLA that each CUDA call is a collective, so that it
+        runs none of its own beside it. Without, the two can deadlock: one rank's
+        GPU full of the call, another's of XLA's collective. ``0`` in
+        ``JAX_ULYSSES_COLLECTIVE_CALLS`` turns it off. Read when a program is traced.
     """
 
     implementation: str | None = None
     deadline_s: float = 30.0
+    collective_calls: bool = True
 
 
 def _from_environment() -> Config:
@@ -33,9 +38,13 @@ def _from_environment() -> Config:
         ) from None
     if not deadline_s >= 0:
         raise ValueError(f"JAX_ULYSSES_DEADLINE_S={text!r} must be 0 or more.")
+    collective = os.environ.get("JAX_ULYSSES_COLLECTIVE_CALLS", "1")
+    if collective not in ("0", "1"):
+        raise ValueError(f"JAX_ULYSSES_COLLECTIVE_CALLS={collective!r} must be 0 or 1.")
     return Config(
         implementation=os.environ.get("JAX_ULYSSES_IMPLEMENTATION") or None,
         deadline_s=deadline_s,
+        collective_calls=collective == "1",
     )
 
 

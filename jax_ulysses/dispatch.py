@@ -36,7 +36,7 @@ class Backend(Protocol):
     def gemm_a2a(self, ex, x, w, bias, *, w_transposed):
         """Projection, then scatter; see ``reference.gemm_a2a``."""
 
-    def a2a_gemm(self, ex, parts, w, bias, *, w_transposed):
+    def a2a_gemm(self, ex, parts, w, bias, *, w_transposed, want_gathered=True):
         """Gather, then projection; see ``reference.a2a_gemm``."""
 
 
@@ -52,7 +52,7 @@ class _Absent:
 
 # Best first; None tries all of them in this order but "host", which is for tests.
 _BACKENDS: dict[str, Any] = {
-    "cuda": _Absent("this version contains no CUDA kernels"),
+    "cuda": native.cuda,
     "pallas": _Absent("this version contains no Pallas kernels"),
     "xla": reference,
     "host": native.host,

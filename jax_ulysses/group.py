@@ -7,20 +7,21 @@ work without it.
 """
 
 import dataclasses
-import itertools
 import math
 import threading
 
 import jax
 from jax.sharding import Mesh
 
+from jax_ulysses import heaps, sharding
 from jax_ulysses._typing import AxisName
 from jax_ulysses.config import config
 from jax_ulysses.sharding import axis_tuple, describe_axes
 
 # Two slots let a rank fill one while its peers still read the other.
 NUM_SLOTS = 2
-DEFAULT_WORKSPACE_BYTES = 64 << 20
+# By platform. On a GPU the heap holds the payloads of real models.
+DEFAULT_WORKSPACE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,43 +56,51 @@ class Group:
       mesh: the mesh it was made for.
       report: what ``initialize`` returned.
       arguments: what it was asked for, to recognise a repeated call.
+      plan: sizes of the heaps.
     """
 
     session: int | None
     mesh: Mesh
     report: GroupReport
     arguments: tuple
+    plan: heaps.Plan
 
 
 _groups: dict[tuple[str, ...], Group] = {}
 _lock = threading.Lock()
-_sessions = itertools.count(1)
 
 
 def initialize(
     mesh: Mesh,
     axis_name: AxisName = "cp",
     workspace_bytes: int | None = None,
+    *,
+    sm_budget: int | None = None,
 ) -> GroupReport:
     """Forms the peer groups of a mesh along an axis and allocates their heaps.
 
     Either every rank succeeds or every rank raises. A second call with the same
-    arguments does nothing; groups along different axes live side by side.
+    arguments does nothing; groups along different axes live side by side. Where a
+    mesh spans several processes, each of them must call it, with equal arguments.
 
     Args:
       mesh: concrete mesh. A rank is the position of a device on the mesh axis, in
         whatever order the mesh lists its devices.
       axis_name: context-parallel mesh axis, or a tuple of axes, major first.
       workspace_bytes: size of the heap on each device, for exchanges in flight;
-        None for 64 MiB. A call that needs more ends with an error that names the
-        size.
+        None for 64 MiB on CPUs and 512 MiB on GPUs. A call that needs more is
+        refused with the size that it needs. On GPUs it must fit beside the
+        memory that XLA takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION).
+      sm_budget: multiprocessors of each GPU that a call may take; None for all.
+        Ranks that share one GPU need a budget of at most its share each.
 
     Returns:
       What was set up, and for each implementation that this mesh cannot serve, why.
 
     Raises:
       ValueError: the axis is not in the mesh, or a size that is not positive.
-      RuntimeError: already initialised along this axis with other arguments.
+      RuntimeError: already initialised along this axis with other arguments, or a
+        rank could not set up its heap; the text names the rank and the reason.
     """
     axes = axis_tuple(axis_name)
     missing = [a for a in axes if a not in mesh.shape]
@@ -101,10 +110,13 @@ def initialize(
             f"axes are {dict(mesh.shape)}."
         )
     if workspace_bytes is None:
-        workspace_bytes = DEFAULT_WORKSPACE_BYTES
+        platform = sharding.platform_name(mesh.devices.flat[0].platform)
+        workspace_bytes = DEFAULT_WORKSPACE_BYTES.get(platform, 64 << 20)
     if workspace_bytes < NUM_SLOTS:
         raise ValueError(f"workspace_bytes={workspace_bytes} must be positive.")
-    arguments = (mesh, workspace_bytes, config.deadline_s)
+    if sm_budget is not None and sm_budget < 1:
+        raise ValueError(f"sm_budget={sm_budget} must be None or at least 1.")
+    arguments = (mesh, workspace_bytes, config.deadline_s, sm_budget)
     with _lock:
         group = _groups.get(axes)
         if group is not None:
@@ -115,20 +127,28 @@ def initialize(
                 f"arguments already: {_describe(group.arguments)}, now "
                 f"{_describe(arguments)}. Call jax_ulysses.finalize() first."
             )
-        _groups[axes] = group = _create(mesh, axes, workspace_bytes, arguments)
+        group = _create(mesh, axes, workspace_bytes, sm_budget, arguments)
+        _groups[axes] = group
     return group.report
 
 
 def finalize() -> None:
     """Frees all groups and heaps. ``initialize`` may then be called anew.
 
-    Programs compiled before stay valid only for a group with the same arguments.
+    Where a mesh spans several processes, each of them must call it. Programs that
+    were compiled before are dropped from JAX's caches where GPUs are involved, since
+    a CUDA graph inside of one would go on to use the freed heap. A program that you
+    compiled ahead of time must not be run after this.
     """
     with _lock:
+        on_gpu = False
         while _groups:
             _, group = _groups.popitem()
             if group.session is not None:
-                _targets().group_destroy(group.session)
+                heaps.destroy(group.session, group.plan)
+                on_gpu = on_gpu or group.report.platform == "cuda"
+        if on_gpu:
+            jax.clear_caches()
 
 
 def find(axes: tuple[str, ...]) -> Group:
@@ -177,35 +197,20 @@ def members(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, int, int]]:
     ]
 
 
-def _create(mesh, axes, workspace_bytes, arguments) -> Group:
-    table = members(mesh, axes)
+def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
     num_ranks = math.prod(mesh.shape[a] for a in axes)
-    platform = mesh.devices.flat[0].platform
-    unavailable = {"cuda": "this version contains no CUDA kernels"}
-    session = None
-    if platform != "cpu":
-        unavailable["host"] = f"runs on CPU devices only, this mesh has {platform}"
-    elif len(table) != mesh.size:
-        unavailable["host"] = (
-            f"needs all devices in one process, but {mesh.size - len(table)} of "
-            f"{mesh.size} belong to others"
-        )
-    else:
-        try:
-            targets = _targets()
-        except ImportError as error:
-            unavailable["host"] = f"the extension module is not built ({error})"
-        else:
-            session = next(_sessions)
-            targets.group_create(
-                session=session,
-                num_ranks=num_ranks,
-                members=table,
-                slot_bytes=workspace_bytes // NUM_SLOTS,
-                num_slots=NUM_SLOTS,
-                deadline_ms=round(config.deadline_s * 1000),
-                platform=platform,
-            )
+    platform = sharding.platform_name(mesh.devices.flat[0].platform)
+    plan = heaps.Plan(
+        mesh=mesh,
+        axes=axes,
+        num_ranks=num_ranks,
+        members=members(mesh, axes),
+        slot_bytes=workspace_bytes // NUM_SLOTS,
+        num_slots=NUM_SLOTS,
+        deadline_ms=round(config.deadline_s * 1000),
+        sm_budget=sm_budget or 0,
+    )
+    session, unavailable = heaps.create(plan, platform)
     report = GroupReport(
         axis_name=axes,
         num_ranks=num_ranks,
@@ -214,19 +219,13 @@ def _create(mesh, axes, workspace_bytes, arguments) -> Group:
         workspace_bytes=workspace_bytes if session is not None else 0,
         unavailable=unavailable,
     )
-    return Group(session, mesh, report, arguments)
-
-
-def _targets():
-    # Imported late, so that the package works without its extension module.
-    from jax_ulysses.ffi import targets
-
-    return targets
+    return Group(session, mesh, report, arguments, plan)
 
 
 def _describe(arguments) -> str:
-    mesh, workspace_bytes, deadline_s = arguments
+    mesh, workspace_bytes, deadline_s, sm_budget = arguments
     return (
         f"mesh {dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}, "
-        f"workspace_bytes={workspace_bytes}, deadline_s={deadline_s}"
+        f"workspace_bytes={workspace_bytes}, deadline_s={deadline_s}, "
+        f"sm_budget={sm_budget}"
     )

@@ -97,6 +97,7 @@ def a2a_gemm(
     bias: Array | None,
     *,
     w_transposed: bool,
+    want_gathered: bool = True,
 ) -> tuple[Array, Array]:
     """Gather, then projection.
 
@@ -106,10 +107,12 @@ def a2a_gemm(
       w: [C, D], or [D, C] if ``w_transposed``.
       bias: [D] or None.
       w_transposed: multiply by the transpose of ``w``.
+      want_gathered: whether the second result is used. Here it costs nothing.
 
     Returns:
       y [B, T, D], and the gathered operand [B, T, C], which weight gradients need.
     """
+    del want_gathered
     segments = gather(ex, parts)
     batch, tokens = segments[0].shape[:2]
     gathered = jnp.concatenate(

@@ -89,7 +89,11 @@ def check_manual(operator: str, axis_name: AxisName) -> tuple[tuple[str, ...], i
 def platform() -> str:
     """Lower-case platform that the surrounding ``shard_map`` is traced for."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    name = getattr(device, "platform", None) or jax.default_backend()
+    return platform_name(getattr(device, "platform", None) or jax.default_backend())
+
+
+def platform_name(name: str) -> str:
+    """The library's name of one of JAX's platforms, in lower case."""
     return {"gpu": "cuda"}.get(name.lower(), name.lower())
 
 

@@ -79,6 +79,7 @@ class Request:
       platform: lower-case platform of the mesh, such as "cpu" or "cuda".
       dtype: name of the payload's dtype.
       shapes: shapes of all array operands, per device.
+      want_gathered: of "a2a_gemm": whether the gathered operand is a result too.
     """
 
     operator: str
@@ -88,6 +89,7 @@ class Request:
     platform: str
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
+    want_gathered: bool = True
 
 
 GEMM_DTYPES = ("float32", "bfloat16", "float16", "float64")

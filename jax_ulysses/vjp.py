@@ -53,6 +53,7 @@ class Call:
             platform=sharding.platform(),
             dtype=jnp.dtype(operands[0].dtype).name,
             shapes=tuple(tuple(a.shape) for a in operands),
+            want_gathered=kwargs.get("want_gathered", True),
         )
         with jax.named_scope(f"ulysses/{self.operator}"):
             return dispatch.run(request, self.implementation, *args, **kwargs)
@@ -148,12 +149,19 @@ _gemm_a2a.defvjp(_gemm_a2a_fwd, _gemm_a2a_bwd)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _a2a_gemm(call, parts, w, bias):
-    return _a2a_gemm_fwd(call, parts, w, bias)[0]
+    # Only the weight gradient needs the gathered operand.
+    return _a2a_gemm_fwd(call, parts, w, bias, want_gathered=False)[0]
 
 
-def _a2a_gemm_fwd(call, parts, w, bias):
+def _a2a_gemm_fwd(call, parts, w, bias, want_gathered=True):
     y, gathered = call.run(
-        "a2a_gemm", (*parts, w), parts, w, bias, w_transposed=call.w_transposed
+        "a2a_gemm",
+        (*parts, w),
+        parts,
+        w,
+        bias,
+        w_transposed=call.w_transposed,
+        want_gathered=want_gathered,
     )
     y, gathered = remat.name_gathered(y, gathered)
     # The gathered operand, not ``parts``: its weight gradient needs no exchange.

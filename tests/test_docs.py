@@ -139,7 +139,7 @@ MESSAGES = {
         )
     ),
     "cast one of them": lambda: _project(8, 8, jnp.bfloat16),
-    "this version contains no CUDA kernels": (
+    "runs on cuda devices, not on cpu": (
         lambda: _in_shard_map(
             lambda x: jax_ulysses.scatter_heads(x, "cp", implementation="cuda")
         )

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes and frees the native side of a group: sessions and their symmetric heaps."""
+
+import base64
+import dataclasses
+import itertools
+import logging
+
+from jax.sharding import Mesh
+
+from jax_ulysses.rendezvous import PeerFailure, Rendezvous, agree
+from jax_ulysses.watchdog import Watchdog
+
+_logger = logging.getLogger("jax_ulysses")
+
+# How long finalize waits for the other processes before it frees its own heaps. A
+# process that has died never comes.
+FINALIZE_TIMEOUT_S = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the heaps of a group are to be.
+
+    Attributes:
+      mesh: concrete mesh.
+      axes: group axes, major first.
+      num_ranks: P.
+      members: (local device ordinal, line, rank) of this process's devices.
+      slot_bytes: of each slot of each heap.
+      num_slots: slots of each heap.
+      deadline_ms: of every wait; 0 for none.
+      sm_budget: multiprocessors that a call may take; 0 for all.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    num_ranks: int
+    members: list[tuple[int, int, int]]
+    slot_bytes: int
+    num_slots: int
+    deadline_ms: int
+    sm_budget: int
+
+    def options(self) -> dict:
+        """Arguments of the extension module."""
+        return dict(
+            num_ranks=self.num_ranks,
+            members=self.members,
+            slot_bytes=self.slot_bytes,
+            num_slots=self.num_slots,
+            deadline_ms=self.deadline_ms,
+        )
+
+    def summary(self) -> list:
+        """What all processes must have asked for alike."""
+        return [
+            list(self.axes),
+            self.num_ranks,
+            self.slot_bytes,
+            self.num_slots,
+            self.deadline_ms,
+            self.sm_budget,
+        ]
+
+
+_sessions = itertools.count(1)
+_watchdog: Watchdog | None = None
+
+
+def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str]]:
+    """Makes the heaps that a mesh of this platform can have.
+
+    Returns:
+      The session, or None without a heap; and implementation -> reason for each
+      that this mesh cannot serve.
+
+    Raises:
+      RuntimeError: the mesh could, but something failed here or in another process.
+    """
+    if platform == "cpu":
+        reason, session = _create_host(plan)
+        on_cpu = "runs on CUDA devices only, this mesh has cpu"
+        return session, _reasons(host=reason, cuda=on_cpu)
+    on_device = f"runs on CPU devices only, this mesh has {platform}"
+    if platform != "cuda":
+        other = f"runs on CUDA devices only, this mesh has {platform}"
+        return None, _reasons(host=on_device, cuda=other)
+    reason, session = _create_cuda(plan)
+    return session, _reasons(host=on_device, cuda=reason)
+
+
+def destroy(session: int, plan: Plan) -> None:
+    """Ends a session's calls, waits for the other processes, and frees the heaps."""
+    targets = _targets()
+    if targets.group_info(session)["platform"] == "cpu":
+        targets.group_destroy(session)
+        return
+    if _watchdog is not None:
+        _watchdog.forget(session)
+    # Nobody may free a heap while another process still maps it.
+    targets.group_close(session)
+    rendezvous = Rendezvous(plan.mesh, f"finalize {plan.axes}")
+    if not rendezvous.wait(FINALIZE_TIMEOUT_S):
+        _logger.warning(
+            "jax_ulysses.finalize: not all processes of the mesh came within %g s; "
+            "this one frees its heaps now",
+            FINALIZE_TIMEOUT_S,
+        )
+    targets.group_destroy(session)
+
+
+def _reasons(**reasons: str | None) -> dict[str, str]:
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _create_host(plan: Plan) -> tuple[str | None, int | None]:
+    away = plan.mesh.size - len(plan.members)
+    if away:
+        return (
+            f"needs all devices in one process, but {away} of {plan.mesh.size} "
+            "belong to others",
+            None,
+        )
+    try:
+        targets = _targets()
+    except ImportError as error:
+        return f"the extension module is not built ({error})", None
+    session = next(_sessions)
+    targets.group_create(session=session, platform="cpu", **plan.options())
+    return None, session
+
+
+def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
+    """Two steps, each of which succeeds in all processes or in none."""
+    global _watchdog
+    if not plan.members:
+        return "this process has no device in the mesh", None
+    rendezvous = Rendezvous(plan.mesh, f"initialize {plan.axes}")
+    processes = rendezvous.processes
+    targets = None
+    prepared = None
+    connecting = False
+
+    def offer():
+        nonlocal targets
+        targets = _native_targets()
+        return {"plan": plan.summary(), "session": next(_sessions)}
+
+    def prepare():
+        nonlocal prepared
+        blob = targets.group_prepare(
+            session=session,
+            platform="cuda",
+            num_lines=plan.mesh.size // plan.num_ranks,
+            sm_budget=plan.sm_budget,
+            **plan.options(),
+        )
+        prepared = session
+        return base64.b64encode(blob).decode()
+
+    def connect():
+        targets.group_connect(session, [base64.b64decode(b) for b in blobs])
+
+    try:
+        offers = rendezvous.exchange(offer)
+        agree([o["plan"] for o in offers], processes, "what initialize was asked for")
+        # The id is part of the compiled program, which must be the same everywhere.
+        session = max(o["session"] for o in offers)
+        while next(_sessions) < session:
+            pass
+        blobs = rendezvous.exchange(prepare)
+        connecting = True
+        rendezvous.exchange(connect)
+    except (PeerFailure, RuntimeError) as error:
+        if prepared is not None:
+            targets.group_close(prepared)
+            if connecting:
+                rendezvous.wait(FINALIZE_TIMEOUT_S)
+            targets.group_destroy(prepared)
+        if isinstance(error, PeerFailure):
+            if error.unavailable:
+                return str(error), None
+            raise RuntimeError(f"jax_ulysses.initialize: {error}") from error.__cause__
+        raise
+    if _watchdog is None:
+        _watchdog = Watchdog(targets.group_info)
+    _watchdog.watch(session)
+    return None, session
+
+
+def _native_targets():
+    try:
+        targets = _targets()
+    except ImportError as error:
+        raise NotImplementedError(
+            f"the extension module is not built ({error})"
+        ) from error
+    if "cuda" not in targets.build_info()["platforms"]:
+        raise NotImplementedError("this build contains no CUDA kernels")
+    return targets
+
+
+def _targets():
+    # Imported late, so that the package works without its extension module.
+    from jax_ulysses.ffi import targets
+
+    return targets
