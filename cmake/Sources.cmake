@@ -14,6 +14,7 @@ set(JAX_ULYSSES_CORE_HEADERS
     cuda/include/jax_ulysses/schedule/gemm_a2a_tiles.h)
 
 set(JAX_ULYSSES_HOST_SOURCES
+    ffi/call_order.cc
     ffi/group.cc
     ffi/heap.cc
     ffi/host/a2a_gemm.cc
@@ -21,6 +22,7 @@ set(JAX_ULYSSES_HOST_SOURCES
     ffi/host/exchange.cc
     ffi/host/gemm_a2a.cc)
 set(JAX_ULYSSES_HOST_HEADERS
+    ffi/call_order.h
     ffi/group.h
     ffi/heap.h
     ffi/host/a2a_gemm.h
@@ -37,6 +39,12 @@ set(JAX_ULYSSES_MODULE_SOURCES ffi/a2a_gemm.cc ffi/exchange.cc ffi/gemm_a2a.cc f
                                ffi/module.cc)
 
 # Each is cuda/tests/<name>.cc with its own main().
-set(JAX_ULYSSES_TESTS head_exchange_test negative_controls_test numeric_test operators_test
-                      protocol_test schedule_test)
+set(JAX_ULYSSES_TESTS
+    call_order_test
+    head_exchange_test
+    negative_controls_test
+    numeric_test
+    operators_test
+    protocol_test
+    schedule_test)
 set(JAX_ULYSSES_TEST_HEADERS cuda/tests/check.h cuda/tests/operators_world.h cuda/tests/world.h)

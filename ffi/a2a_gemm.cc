@@ -8,12 +8,12 @@
 namespace jax_ulysses {
 namespace {
 
-ffi::Error A2aGemm(int32_t device_ordinal, ffi::RunId run_id, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets, int64_t group, int64_t token_order,
-                   ffi::Span<const int64_t> heads, int64_t w_transposed) {
+ffi::Future A2aGemm(int32_t device_ordinal, ffi::RunId run_id, ffi::RemainingArgs args,
+                    ffi::RemainingRets rets, int64_t group, int64_t token_order,
+                    ffi::Span<const int64_t> heads, int64_t w_transposed) {
   CallContext context = {
       "jax_ulysses.a2a_gemm.v1", group, token_order, heads, device_ordinal, run_id.run_id, {}};
-  return RunHandler(context, rets, [&] {
+  return RunHandler(context, rets, [&]() -> Runner {
     const size_t segments = heads.size();
     if (segments == 0) throw ArgumentError("heads is empty");
     CheckCount("operands", args.size(), segments + 2);
@@ -68,7 +68,7 @@ ffi::Error A2aGemm(int32_t device_ordinal, ffi::RunId run_id, ffi::RemainingArgs
                          .Add(call.w_transposed)
                          .Add(has_bias)
                          .value();
-    return host::RunA2aGemm(context.handle, call);
+    return [handle = context.handle, call] { return host::RunA2aGemm(handle, call); };
   });
 }
 

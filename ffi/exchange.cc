@@ -8,12 +8,12 @@
 namespace jax_ulysses {
 namespace {
 
-ffi::Error Exchange(int32_t device_ordinal, ffi::RunId run_id, ffi::RemainingArgs args,
-                    ffi::RemainingRets rets, int64_t group, int64_t token_order,
-                    ffi::Span<const int64_t> heads, int64_t direction, int64_t sum_replicas) {
+ffi::Future Exchange(int32_t device_ordinal, ffi::RunId run_id, ffi::RemainingArgs args,
+                     ffi::RemainingRets rets, int64_t group, int64_t token_order,
+                     ffi::Span<const int64_t> heads, int64_t direction, int64_t sum_replicas) {
   CallContext context = {
       "jax_ulysses.exchange.v1", group, token_order, heads, device_ordinal, run_id.run_id, {}};
-  return RunHandler(context, rets, [&] {
+  return RunHandler(context, rets, [&]() -> Runner {
     CheckCount("operands", args.size(), heads.size());
     CheckCount("results", rets.size(), heads.size());
     if (heads.size() == 0) throw ArgumentError("heads is empty");
@@ -55,7 +55,7 @@ ffi::Error Exchange(int32_t device_ordinal, ffi::RunId run_id, ffi::RemainingArg
       call.out[seg] = static_cast<char*>(out.untyped_data());
     }
     call.agreement = Agreement(context, shape, dtype).Add(direction).Add(sum_replicas).value();
-    return host::RunExchange(context.handle, call);
+    return [handle = context.handle, call] { return host::RunExchange(handle, call); };
   });
 }
 

@@ -8,12 +8,13 @@
 namespace jax_ulysses {
 namespace {
 
-ffi::Error GemmA2a(int32_t device_ordinal, ffi::RunId run_id, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                   ffi::AnyBuffer bias, ffi::RemainingRets rets, int64_t group, int64_t token_order,
-                   ffi::Span<const int64_t> heads, int64_t head_dim, int64_t w_transposed) {
+ffi::Future GemmA2a(int32_t device_ordinal, ffi::RunId run_id, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                    ffi::AnyBuffer bias, ffi::RemainingRets rets, int64_t group,
+                    int64_t token_order, ffi::Span<const int64_t> heads, int64_t head_dim,
+                    int64_t w_transposed) {
   CallContext context = {
       "jax_ulysses.gemm_a2a.v1", group, token_order, heads, device_ordinal, run_id.run_id, {}};
-  return RunHandler(context, rets, [&] {
+  return RunHandler(context, rets, [&]() -> Runner {
     CheckCount("results", rets.size(), heads.size());
     CheckRank(context, "x", x, 3);
     CheckRank(context, "bias", bias, 1);
@@ -54,7 +55,7 @@ ffi::Error GemmA2a(int32_t device_ordinal, ffi::RunId run_id, ffi::AnyBuffer x, 
                          .Add(call.w_transposed)
                          .Add(has_bias)
                          .value();
-    return host::RunGemmA2a(context.handle, call);
+    return [handle = context.handle, call] { return host::RunGemmA2a(handle, call); };
   });
 }
 

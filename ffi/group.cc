@@ -4,6 +4,7 @@
 #include <map>
 #include <sstream>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
 #include "jax_ulysses/comm/host_memory.h"
@@ -101,7 +102,10 @@ const char* OperatorName(Operator op) {
 }
 
 Line::Line(const GroupConfig& config, int32_t index)
-    : session_(config.session), index_(index), deadline_ms_(config.deadline_ms) {
+    : session_(config.session),
+      index_(index),
+      deadline_ms_(config.deadline_ms),
+      order_(config.num_ranks) {
   layout_.num_ranks = config.num_ranks;
   layout_.num_slots = config.num_slots;
   layout_.slot_bytes = config.slot_bytes;
@@ -188,6 +192,44 @@ void Line::AbortAll() {
   protocol.Raise(FaultKind::kClosed, -1, -1);
 }
 
+namespace {
+
+void PumpAfter(const RankHandle& handle);
+
+// Starts the next call of a rank, if there is one.
+void Pump(const RankHandle& handle) {
+  Line& line = *handle.line;
+  CallOrder::Job job = line.order().Take(handle.rank, !line.closed_text().empty());
+  if (!job) return;
+  std::thread([handle, job = std::move(job)] {
+    const std::function<void()> done = job();
+    handle.line->order().Finish(handle.rank);
+    PumpAfter(handle);
+    // Last: XLA goes on with the program inside of it, on this thread, and may block there.
+    done();
+  }).detach();
+}
+
+void PumpAll(const std::shared_ptr<Line>& line) {
+  for (int32_t rank = 0; rank < line->layout().num_ranks; ++rank) Pump({line, rank});
+}
+
+void PumpAfter(const RankHandle& handle) {
+  if (handle.line->closed_text().empty()) {
+    Pump(handle);
+  } else {
+    // Calls that were held back for others which will never come: they now end with the error.
+    PumpAll(handle.line);
+  }
+}
+
+}  // namespace
+
+void Submit(const RankHandle& handle, const CallKey& key, CallOrder::Job job) {
+  handle.line->order().Arrive(handle.rank, key, std::move(job));
+  Pump(handle);
+}
+
 void CreateGroup(const GroupConfig& config) {
   const int32_t num_lines = CheckConfig(config);
   Registry& registry = TheRegistry();
@@ -218,6 +260,7 @@ void DestroyGroup(int64_t session) {
     line->Close("the group of session " + std::to_string(session) +
                 " was destroyed while a call was running.");
     line->AbortAll();
+    PumpAll(line);
   }
 }
 

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "call_order.h"
 #include "heap.h"
 #include "jax_ulysses/comm/fault.h"
 #include "jax_ulysses/comm/heap_layout.h"
@@ -50,7 +51,9 @@ class Line {
   int64_t deadline_ms() const { return deadline_ms_; }
   CallInfo MakeCall(int rank, Operator op, uint32_t agreement) const;
 
-  // Serialises the calls of one rank: XLA:CPU may run independent calls at the same time.
+  CallOrder& order() { return order_; }
+
+  // One call at a time on each rank, also for callers that do not go through Submit.
   std::mutex& call_mutex(int rank) { return ranks_[static_cast<size_t>(rank)]->call_mutex; }
 
   void Inject(int rank, InjectedFault fault);
@@ -76,6 +79,7 @@ class Line {
   int64_t session_;
   int32_t index_;
   int64_t deadline_ms_;
+  CallOrder order_;
   HeapLayout layout_;
   std::unique_ptr<SymmetricHeap> heap_;
   std::vector<std::unique_ptr<RankState>> ranks_;
@@ -87,6 +91,10 @@ struct RankHandle {
   std::shared_ptr<Line> line;
   int32_t rank = 0;
 };
+
+// Runs `job` on a thread of its own when it is the turn of this call, and what it returns after
+// that, when the rank is free again. Does not block.
+void Submit(const RankHandle& handle, const CallKey& key, CallOrder::Job job);
 
 struct GroupInfo {
   GroupConfig config;

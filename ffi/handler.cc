@@ -23,6 +23,39 @@ std::string TypeText(ffi::DataType dtype) {
   return text.str();
 }
 
+// A result buffer, without the call frame.
+struct Output {
+  host::ElementType type;
+  void* data;
+  int64_t count;
+
+  void Poison() const { host::FillNan(type, data, count); }
+};
+
+std::vector<Output> Outputs(ffi::RemainingRets rets) {
+  std::vector<Output> outputs;
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto buffer = rets.get<ffi::AnyBuffer>(i);
+    if (!buffer) continue;
+    outputs.push_back({ElementTypeOf((**buffer).element_type()), (**buffer).untyped_data(),
+                       static_cast<int64_t>((**buffer).element_count())});
+  }
+  return outputs;
+}
+
+ffi::ErrorCode Code(host::CallError error) {
+  switch (error) {
+    case host::CallError::kSlotTooSmall:
+      return ffi::ErrorCode::kResourceExhausted;
+    case host::CallError::kAborted:
+      return ffi::ErrorCode::kAborted;
+    case host::CallError::kInternal:
+    case host::CallError::kNone:
+      break;
+  }
+  return ffi::ErrorCode::kInternal;
+}
+
 }  // namespace
 
 std::string DimsText(ffi::AnyBuffer buffer) { return DimsText(Dims(buffer)); }
@@ -124,25 +157,50 @@ host::Hash Agreement(const CallContext& context, const host::Shape& shape, ffi::
   return hash;
 }
 
-void PoisonResults(ffi::RemainingRets rets) {
-  for (size_t i = 0; i < rets.size(); ++i) {
-    auto buffer = rets.get<ffi::AnyBuffer>(i);
-    if (!buffer) continue;
-    host::FillNan(ElementTypeOf((**buffer).element_type()), (**buffer).untyped_data(),
-                  static_cast<int64_t>((**buffer).element_count()));
+void FindHandle(CallContext& context) {
+  try {
+    context.handle = FindRank(context.session, context.device_ordinal);
+  } catch (const std::exception& missing) {
+    throw MissingGroupError(missing.what());
   }
 }
 
-ffi::Error ToError(const host::CallStatus& status) {
-  switch (status.error) {
-    case host::CallError::kNone:
-      return ffi::Error::Success();
-    case host::CallError::kSlotTooSmall:
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.text);
-    case host::CallError::kAborted:
-      break;
-  }
-  return ffi::Error(ffi::ErrorCode::kAborted, status.text);
+ffi::Future Failed(const CallContext& context, ffi::RemainingRets rets, ffi::ErrorCode code,
+                   const std::string& text) {
+  for (const Output& output : Outputs(rets)) output.Poison();
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(ffi::Error(code, std::string(context.target) + ": " + text));
+  return future;
+}
+
+ffi::Future SubmitCall(const CallContext& context, ffi::RemainingRets rets, Runner run) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  // XLA keeps an attribute's value once per call site of an executable, and hands every device and
+  // execution the same address: that is the site's identity. Tests would see if it changed.
+  const CallKey key = {context.run_id, context.heads.begin()};
+  // Nothing of the call frame outlives the handler but the buffers themselves.
+  Submit(context.handle, key,
+         [run = std::move(run), outputs = Outputs(rets), promise, target = context.target] {
+           host::CallStatus status;
+           try {
+             status = run();
+           } catch (const std::exception& failure) {
+             status = {host::CallError::kInternal, std::string(target) + ": " + failure.what()};
+           }
+           if (!status.ok()) {
+             for (const Output& output : outputs) output.Poison();
+           }
+           return [promise, status]() mutable {
+             if (status.ok()) {
+               promise.SetAvailable();
+             } else {
+               promise.SetError(ffi::Error(Code(status.error), status.text));
+             }
+           };
+         });
+  return future;
 }
 
 }  // namespace jax_ulysses

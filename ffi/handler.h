@@ -4,6 +4,8 @@
 #ifndef JAX_ULYSSES_FFI_HANDLER_H_
 #define JAX_ULYSSES_FFI_HANDLER_H_
 
+#include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -21,6 +23,11 @@ namespace ffi = xla::ffi;
 class ArgumentError : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;
+};
+
+class MissingGroupError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
 };
 
 // The attributes that every target has, and where the call runs.
@@ -54,35 +61,30 @@ int64_t LocalTokens(const CallContext& context, int64_t global_tokens);
 // Fields that all ranks must agree on. The run id keeps ranks of different executions apart.
 host::Hash Agreement(const CallContext& context, const host::Shape& shape, ffi::DataType dtype);
 
-// Runs `body` (CallStatus()) with exceptions turned into errors; on any error the floating point
-// results are filled with NaN, so that nothing can pass for a result.
-template <class Body>
-ffi::Error RunHandler(CallContext& context, ffi::RemainingRets rets, Body&& body);
+using Runner = std::function<host::CallStatus()>;
 
-void PoisonResults(ffi::RemainingRets rets);
-ffi::Error ToError(const host::CallStatus& status);
+// Fills in context.handle. Throws MissingGroupError.
+void FindHandle(CallContext& context);
 
-template <class Body>
-ffi::Error RunHandler(CallContext& context, ffi::RemainingRets rets, Body&& body) {
-  ffi::Error error = ffi::Error::Success();
+ffi::Future SubmitCall(const CallContext& context, ffi::RemainingRets rets, Runner run);
+ffi::Future Failed(const CallContext& context, ffi::RemainingRets rets, ffi::ErrorCode code,
+                   const std::string& text);
+
+// Checks the call with `prepare`, which returns what runs it (a std::function<CallStatus()>), and
+// submits that. Exceptions become errors; with any error the floating point results are filled with
+// NaN, so that nothing can pass for a result.
+template <class Prepare>
+ffi::Future RunHandler(CallContext& context, ffi::RemainingRets rets, Prepare&& prepare) {
   try {
-    try {
-      context.handle = FindRank(context.session, context.device_ordinal);
-    } catch (const std::exception& missing) {
-      PoisonResults(rets);
-      return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                        std::string(context.target) + ": " + missing.what());
-    }
-    error = ToError(body());
+    FindHandle(context);
+    return SubmitCall(context, rets, prepare());
+  } catch (const MissingGroupError& missing) {
+    return Failed(context, rets, ffi::ErrorCode::kFailedPrecondition, missing.what());
   } catch (const ArgumentError& wrong) {
-    error = ffi::Error(ffi::ErrorCode::kInvalidArgument,
-                       std::string(context.target) + ": " + wrong.what());
+    return Failed(context, rets, ffi::ErrorCode::kInvalidArgument, wrong.what());
   } catch (const std::exception& failure) {
-    error =
-        ffi::Error(ffi::ErrorCode::kInternal, std::string(context.target) + ": " + failure.what());
+    return Failed(context, rets, ffi::ErrorCode::kInternal, failure.what());
   }
-  if (error.failure()) PoisonResults(rets);
-  return error;
 }
 
 inline ffi::AnyBuffer Arg(const CallContext&, ffi::RemainingArgs args, size_t index) {

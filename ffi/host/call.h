@@ -34,6 +34,7 @@ enum class CallError {
   kNone,
   kSlotTooSmall,  // refused by all ranks alike; the group goes on
   kAborted,       // the group is closed
+  kInternal,      // failed before the protocol, on all ranks alike
 };
 
 struct CallStatus {

@@ -242,6 +242,53 @@ def test_independent_calls_of_one_group(make_world):
         np.testing.assert_array_equal(np.asarray(c), mapping_oracle.scatter(2 * x, 4))
 
 
+@pytest.mark.parametrize("with_psum", [False, True])
+def test_independent_calls_between_products_and_collectives(make_world, with_psum):
+    """Enough parallel work that XLA:CPU starts calls in another order on each device.
+
+    A handler that blocked its thread would deadlock here, against other calls of the
+    group or against the all-reduce, and equal shapes would hide a mix-up.
+    """
+    world = make_world(8, slot_bytes=1 << 24)
+
+    def function(x, w):
+        errors = []
+        for i in range(6):
+            z = x * (i + 1)
+            for _ in range(3):
+                z = jnp.sin(z @ w)
+            z = z.reshape(*z.shape[:2], 8, -1)
+            moved = _scatter(world.session, z, 8)
+            (back,) = targets.exchange(
+                [moved], **_keywords(world.session, 8), direction=targets.GATHER
+            )
+            error = jnp.abs(back - z).max()
+            if with_psum:
+                error = error + 0 * jax.lax.psum(z.sum(), "cp")
+            errors.append(error)
+        return jnp.stack(errors)[None]
+
+    rng = np.random.default_rng(0)
+    mapped = jax.shard_map(
+        function,
+        mesh=world.mesh,
+        in_specs=(SEQUENCE, P()),
+        out_specs=P(("dp", "cp")),
+    )
+    run = jax.jit(mapped)
+    x = jax.device_put(
+        rng.standard_normal((1, 8 * 128, 512)).astype(np.float32),
+        jax.NamedSharding(world.mesh, SEQUENCE),
+    )
+    w = jax.device_put(
+        rng.standard_normal((512, 512)).astype(np.float32) / 32,
+        jax.NamedSharding(world.mesh, P()),
+    )
+    # All in flight at once.
+    for errors in [run(x, w) for _ in range(4)]:
+        np.testing.assert_array_equal(np.asarray(errors), 0)
+
+
 def test_two_groups_in_one_program(make_world):
     """Groups of 4 and of 8 ranks over the same devices."""
     four, eight = make_world(4), make_world(8)
