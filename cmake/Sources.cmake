@@ -8,6 +8,9 @@ set(JAX_ULYSSES_CORE_HEADERS
     cuda/include/jax_ulysses/comm/heap_layout.h
     cuda/include/jax_ulysses/comm/host_memory.h
     cuda/include/jax_ulysses/comm/rank_protocol.h
+    cuda/include/jax_ulysses/exchange/geometry.h
+    cuda/include/jax_ulysses/exchange/pull.h
+    cuda/include/jax_ulysses/exchange/push.h
     cuda/include/jax_ulysses/layout/head_exchange.h
     cuda/include/jax_ulysses/layout/token_order.h
     cuda/include/jax_ulysses/schedule/a2a_gemm_pieces.h
@@ -42,6 +45,7 @@ set(JAX_ULYSSES_MODULE_SOURCES ffi/a2a_gemm.cc ffi/exchange.cc ffi/gemm_a2a.cc f
 set(JAX_ULYSSES_TESTS
     call_order_test
     head_exchange_test
+    kernel_orders_test
     negative_controls_test
     numeric_test
     operators_test

@@ -67,4 +67,4 @@ def make_world():
         try:
             world.destroy()
         except ValueError as error:
-            assert "no group" in str(error)  # noqa: PT017
+            assert "no group" in str(error)
