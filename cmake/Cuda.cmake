@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-# The CUDA part. For now: layout, schedule and protocol compiled for sm_90a, so that the headers
-# which the kernels will use stay clean device code.
+# The CUDA part. Where there is nvcc, layout, schedule and protocol are compiled for sm_90a, so that
+# the headers which the kernels use stay clean device code; where CUTLASS is found as well, the
+# kernels are built and JAX_ULYSSES_HAS_CUDA is set.
 
+set(JAX_ULYSSES_HAS_CUDA FALSE)
 if(JAX_ULYSSES_CUDA STREQUAL "OFF")
   return()
 endif()
@@ -28,3 +30,19 @@ target_compile_options(
     # Lambdas of the waits are called on the device, and the maps are constexpr for both sides.
     --expt-relaxed-constexpr
     -Xcompiler=-Wall,-Wextra,-Werror>)
+
+include(cuda_kernels)
+if(JAX_ULYSSES_CUDA STREQUAL "AUTO" AND NOT JAX_ULYSSES_CUTLASS_INCLUDE)
+  find_package(Python3 COMPONENTS Interpreter QUIET)
+  execute_process(
+    COMMAND ${Python3_EXECUTABLE} -c
+            "import importlib.util as u, sys; sys.exit(u.find_spec('cutlass_library') is None)"
+    RESULT_VARIABLE no_cutlass ERROR_QUIET)
+  if(no_cutlass)
+    message(STATUS "jax_ulysses: no CUTLASS, the CUDA kernels are not built "
+                   "(install nvidia-cutlass==4.2.0.0 or set JAX_ULYSSES_CUTLASS_INCLUDE)")
+    return()
+  endif()
+endif()
+jax_ulysses_add_cuda()
+set(JAX_ULYSSES_HAS_CUDA TRUE)
