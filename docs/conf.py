@@ -16,7 +16,6 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build"]
-suppress_warnings = ["toc.empty_glob"]
 root_doc = "index"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
