@@ -22,10 +22,20 @@ if(NOT EXISTS "${JAX_ULYSSES_FFI_INCLUDE_DIR}/xla/ffi/api/ffi.h")
   message(FATAL_ERROR "no xla/ffi/api/ffi.h in ${JAX_ULYSSES_FFI_INCLUDE_DIR}")
 endif()
 
+if(JAX_ULYSSES_HAS_CUDA)
+  list(APPEND JAX_ULYSSES_MODULE_SOURCES ${JAX_ULYSSES_CUDA_SOURCES})
+endif()
 nanobind_add_module(_targets STABLE_ABI NB_STATIC NB_DOMAIN jax_ulysses
                     ${JAX_ULYSSES_MODULE_SOURCES})
 target_include_directories(_targets SYSTEM PRIVATE "${JAX_ULYSSES_FFI_INCLUDE_DIR}")
 target_link_libraries(_targets PRIVATE jax_ulysses_host jax_ulysses_options)
+if(JAX_ULYSSES_HAS_CUDA)
+  target_compile_definitions(_targets PRIVATE JAX_ULYSSES_HAS_CUDA)
+  # The static CUDA runtime finds the driver when it is first used, so the module can be imported
+  # where there is none. Its symbols stay inside: XLA brings a CUDA runtime of its own.
+  target_link_libraries(_targets PRIVATE jax_ulysses_cuda CUDA::cudart_static)
+  target_link_options(_targets PRIVATE -Wl,--exclude-libs,ALL)
+endif()
 # nanobind's own headers are not written for these two.
 set_source_files_properties(ffi/module.cc PROPERTIES COMPILE_OPTIONS "-Wno-shadow;-Wno-conversion")
 nanobind_add_stub(

@@ -8,6 +8,7 @@ set(JAX_ULYSSES_CORE_HEADERS
     cuda/include/jax_ulysses/comm/heap_layout.h
     cuda/include/jax_ulysses/comm/host_memory.h
     cuda/include/jax_ulysses/comm/rank_protocol.h
+    cuda/include/jax_ulysses/exchange/fault_mailbox.h
     cuda/include/jax_ulysses/exchange/geometry.h
     cuda/include/jax_ulysses/exchange/pull.h
     cuda/include/jax_ulysses/exchange/push.h
@@ -23,11 +24,13 @@ set(JAX_ULYSSES_HOST_SOURCES
     ffi/host/a2a_gemm.cc
     ffi/host/call.cc
     ffi/host/exchange.cc
-    ffi/host/gemm_a2a.cc)
+    ffi/host/gemm_a2a.cc
+    ffi/line.cc)
 set(JAX_ULYSSES_HOST_HEADERS
     ffi/call_order.h
     ffi/group.h
     ffi/heap.h
+    ffi/line.h
     ffi/host/a2a_gemm.h
     ffi/host/blocks.h
     ffi/host/call.h
@@ -40,6 +43,9 @@ set(JAX_ULYSSES_HOST_HEADERS
 # What touches XLA or Python. Not in BUILD: jaxlib's headers and nanobind come from Python wheels.
 set(JAX_ULYSSES_MODULE_SOURCES ffi/a2a_gemm.cc ffi/exchange.cc ffi/gemm_a2a.cc ffi/handler.cc
                                ffi/module.cc)
+
+# With JAX_ULYSSES_HAS_CUDA.
+set(JAX_ULYSSES_CUDA_SOURCES ffi/cuda/calls.cc ffi/cuda/heap.cc ffi/cuda/records.cc)
 
 # Each is cuda/tests/<name>.cc with its own main().
 set(JAX_ULYSSES_TESTS

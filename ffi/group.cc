@@ -2,29 +2,29 @@
 #include "group.h"
 
 #include <map>
-#include <sstream>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
-#include "jax_ulysses/comm/host_memory.h"
-
 namespace jax_ulysses {
 namespace {
 
-constexpr const char* kRecover =
-    " This group is closed: call jax_ulysses.finalize() and then jax_ulysses.initialize() to use "
-    "it again.";
-
 struct Group {
   GroupConfig config;
-  std::vector<std::shared_ptr<Line>> lines;
-  std::map<int32_t, RankHandle> by_device;
+  std::vector<std::shared_ptr<Line>> lines;  // null where this process has no rank
+  std::map<int32_t, RankHandle> by_device;   // filled while calls are possible
+  bool closed = false;
 };
 
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, Group> groups;
+  std::map<std::string, HeapFactory> platforms = {
+      {"cpu",
+       [](const HeapLayout& layout, int64_t /*deadline_ms*/, uint32_t start_epoch,
+          const std::vector<Member>& /*members*/) { return MakeHostHeap(layout, start_epoch); }}};
+
+  Group& Find(int64_t session);
 };
 
 // Never destroyed: XLA's threads may outlive static destructors.
@@ -43,9 +43,18 @@ std::invalid_argument UnknownSession(int64_t session) {
                                ": call jax_ulysses.initialize(mesh, axis_name) first");
 }
 
-int32_t CheckConfig(const GroupConfig& config) {
-  if (config.platform != "cpu") {
-    throw Wrong(config, "platform '" + config.platform + "' is not built; this build has 'cpu'");
+Group& Registry::Find(int64_t session) {
+  auto found = groups.find(session);
+  if (found == groups.end()) throw UnknownSession(session);
+  return found->second;
+}
+
+// Returns the number of lines.
+int32_t CheckConfig(const GroupConfig& config, const Registry& registry) {
+  if (registry.platforms.count(config.platform) == 0) {
+    std::string known;
+    for (const auto& [name, factory] : registry.platforms) known += " '" + name + "'";
+    throw Wrong(config, "platform '" + config.platform + "' is not built; this build has" + known);
   }
   if (config.num_ranks < 1 || config.num_ranks > kMaxRanks) {
     throw Wrong(config, "num_ranks is " + std::to_string(config.num_ranks) + ", not in [1, " +
@@ -57,12 +66,15 @@ int32_t CheckConfig(const GroupConfig& config) {
   }
   if (config.slot_bytes < 0) throw Wrong(config, "slot_bytes is negative");
   if (config.deadline_ms < 0) throw Wrong(config, "deadline_ms is negative");
+  if (config.num_lines < 0 || config.sm_budget < 0) throw Wrong(config, "a count is negative");
   const size_t per_line = static_cast<size_t>(config.num_ranks);
-  if (config.members.empty() || config.members.size() % per_line != 0) {
+  const bool whole = config.num_lines == 0;
+  if (config.members.empty() || (whole && config.members.size() % per_line != 0)) {
     throw Wrong(config, std::to_string(config.members.size()) + " members do not form lines of " +
                             std::to_string(config.num_ranks));
   }
-  const int32_t lines = static_cast<int32_t>(config.members.size() / per_line);
+  const int32_t lines =
+      whole ? static_cast<int32_t>(config.members.size() / per_line) : config.num_lines;
   std::map<std::pair<int32_t, int32_t>, int> places;
   std::map<int32_t, int> devices;
   for (const Member& m : config.members) {
@@ -84,113 +96,6 @@ int32_t CheckConfig(const GroupConfig& config) {
 }
 
 }  // namespace
-
-const char* OperatorName(Operator op) {
-  switch (op) {
-    case Operator::kScatter:
-      return "jax_ulysses.exchange.v1 (scatter)";
-    case Operator::kGather:
-      return "jax_ulysses.exchange.v1 (gather)";
-    case Operator::kGemmA2a:
-      return "jax_ulysses.gemm_a2a.v1";
-    case Operator::kA2aGemm:
-      return "jax_ulysses.a2a_gemm.v1";
-    case Operator::kNone:
-      break;
-  }
-  return "jax_ulysses";
-}
-
-Line::Line(const GroupConfig& config, int32_t index)
-    : session_(config.session),
-      index_(index),
-      deadline_ms_(config.deadline_ms),
-      order_(config.num_ranks) {
-  layout_.num_ranks = config.num_ranks;
-  layout_.num_slots = config.num_slots;
-  layout_.slot_bytes = config.slot_bytes;
-  heap_ = MakeHostHeap(layout_, config.start_epoch);
-  for (int i = 0; i < config.num_ranks; ++i) ranks_.push_back(std::make_unique<RankState>());
-}
-
-CallInfo Line::MakeCall(int rank, Operator op, uint32_t agreement) const {
-  CallInfo call;
-  call.peers = heap_->Peers(rank);
-  call.layout = layout_;
-  call.rank = rank;
-  call.op = op;
-  call.agreement = agreement;
-  call.deadline_ns = static_cast<uint64_t>(deadline_ms_) * 1000000u;
-  return call;
-}
-
-void Line::Inject(int rank, InjectedFault fault) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  ranks_[static_cast<size_t>(rank)]->injected = fault;
-}
-
-InjectedFault Line::TakeInjected(int rank) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(ranks_[static_cast<size_t>(rank)]->injected, InjectedFault{});
-}
-
-std::string Line::Close(const std::string& text) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (closed_text_.empty()) closed_text_ = text + kRecover;
-  return closed_text_;
-}
-
-std::string Line::closed_text() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return closed_text_;
-}
-
-std::string Line::Describe(const Fault& fault) const {
-  std::ostringstream text;
-  text << OperatorName(fault.op) << ": rank " << fault.rank;
-  switch (fault.kind) {
-    case FaultKind::kCreditTimeout:
-      text << " waited for rank " << fault.peer << " to finish an earlier call";
-      break;
-    case FaultKind::kEntryTimeout:
-      text << " waited for rank " << fault.peer << " to enter the call";
-      break;
-    case FaultKind::kTileTimeout:
-      text << " waited for tile " << fault.tile << " of rank " << fault.peer;
-      break;
-    case FaultKind::kPieceTimeout:
-      text << " waited for row block (tile) " << fault.tile << " of rank " << fault.peer;
-      break;
-    case FaultKind::kExitTimeout:
-      text << " waited for rank " << fault.peer << " to finish the call";
-      break;
-    case FaultKind::kDisagreement:
-      text << " and rank " << fault.peer
-           << " disagree on this call: operator, shapes, dtype, token order or order of calls "
-              "differ";
-      break;
-    case FaultKind::kThrown:
-      text << " failed";
-      break;
-    case FaultKind::kClosed:
-    case FaultKind::kNone:
-      text << " was interrupted";
-      break;
-  }
-  text << ", epoch " << fault.epoch;
-  const bool timeout =
-      fault.kind >= FaultKind::kCreditTimeout && fault.kind <= FaultKind::kExitTimeout;
-  if (timeout) text << ", deadline of " << deadline_ms_ << " ms passed";
-  text << " (session " << session_ << ", line " << index_ << ").";
-  return text.str();
-}
-
-void Line::AbortAll() {
-  const CallInfo call = MakeCall(0, Operator::kNone, 0);
-  RankProtocol<HostMemory> protocol(call);
-  // Only the words matter; the text was set by Close.
-  protocol.Raise(FaultKind::kClosed, -1, -1);
-}
 
 namespace {
 
@@ -230,51 +135,129 @@ void Submit(const RankHandle& handle, const CallKey& key, CallOrder::Job job) {
   Pump(handle);
 }
 
-void CreateGroup(const GroupConfig& config) {
-  const int32_t num_lines = CheckConfig(config);
+void CloseLine(const std::shared_ptr<Line>& line, const std::string& text) {
+  line->Close(text);
+  line->heap().Interrupt();
+  PumpAll(line);
+}
+
+void RegisterPlatform(const std::string& platform, HeapFactory make_heap) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.platforms[platform] = std::move(make_heap);
+}
+
+std::vector<std::string> Platforms() {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  std::vector<std::string> names;
+  for (const auto& [name, factory] : registry.platforms) names.push_back(name);
+  return names;
+}
+
+std::vector<HeapRecord> PrepareGroup(const GroupConfig& config) {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  const int32_t num_lines = CheckConfig(config, registry);
   if (registry.groups.count(config.session) != 0) {
     throw Wrong(config, "the session exists already; destroy it first");
   }
   Group group;
   group.config = config;
-  for (int32_t i = 0; i < num_lines; ++i) group.lines.push_back(std::make_shared<Line>(config, i));
-  for (const Member& m : config.members) {
-    group.by_device[m.device_ordinal] = {group.lines[static_cast<size_t>(m.line)], m.rank};
+  std::vector<HeapRecord> records;
+  for (int32_t i = 0; i < num_lines; ++i) {
+    std::vector<Member> members;
+    for (const Member& m : config.members) {
+      if (m.line == i) members.push_back(m);
+    }
+    group.lines.push_back(
+        members.empty()
+            ? nullptr
+            : std::make_shared<Line>(config, i, members, registry.platforms.at(config.platform)));
+    if (group.lines.back() == nullptr) continue;
+    for (const HeapRecord& record : group.lines.back()->heap().Export()) records.push_back(record);
   }
   registry.groups.emplace(config.session, std::move(group));
+  return records;
 }
 
-void DestroyGroup(int64_t session) {
-  Group group;
+void ConnectGroup(int64_t session, const std::vector<HeapRecord>& records) {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  Group& group = registry.Find(session);
+  if (group.closed || !group.by_device.empty()) {
+    throw std::invalid_argument("session " + std::to_string(session) +
+                                " is connected already, or closed");
+  }
+  for (size_t i = 0; i < group.lines.size(); ++i) {
+    if (group.lines[i] == nullptr) continue;
+    std::vector<HeapRecord> of_line;
+    for (const HeapRecord& record : records) {
+      if (record.member.line == static_cast<int32_t>(i)) of_line.push_back(record);
+    }
+    group.lines[i]->heap().Connect(of_line);
+  }
+  for (const Member& m : group.config.members) {
+    group.by_device[m.device_ordinal] = {group.lines[static_cast<size_t>(m.line)], m.rank};
+  }
+}
+
+void CreateGroup(const GroupConfig& config) {
+  const std::vector<HeapRecord> records = PrepareGroup(config);
+  try {
+    ConnectGroup(config.session, records);
+  } catch (...) {
+    DestroyGroup(config.session);
+    throw;
+  }
+}
+
+void CloseGroup(int64_t session) {
+  std::vector<std::shared_ptr<Line>> lines;
+  bool on_threads = false;
   {
     Registry& registry = TheRegistry();
     std::lock_guard<std::mutex> lock(registry.mutex);
-    auto found = registry.groups.find(session);
-    if (found == registry.groups.end()) throw UnknownSession(session);
-    group = std::move(found->second);
-    registry.groups.erase(found);
+    Group& group = registry.Find(session);
+    if (std::exchange(group.closed, true)) return;
+    group.by_device.clear();
+    lines = group.lines;
+    on_threads = group.config.platform == "cpu";
   }
-  for (const auto& line : group.lines) {
+  // Without the lock: this may wait for calls, and they for other groups.
+  for (const auto& line : lines) {
+    if (line == nullptr) continue;
     line->Close("the group of session " + std::to_string(session) +
                 " was destroyed while a call was running.");
-    line->AbortAll();
-    PumpAll(line);
+    if (!on_threads) line->WaitForLaunches();
+    line->heap().Interrupt();
+    if (on_threads) PumpAll(line);
+    line->heap().Disconnect();
   }
+}
+
+void DestroyGroup(int64_t session) {
+  CloseGroup(session);
+  Group group;
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  group = std::move(registry.Find(session));
+  registry.groups.erase(session);
 }
 
 GroupInfo GetGroupInfo(int64_t session) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  auto found = registry.groups.find(session);
-  if (found == registry.groups.end()) throw UnknownSession(session);
-  const Group& group = found->second;
+  const Group& group = registry.Find(session);
   GroupInfo info;
   info.config = group.config;
   info.num_lines = static_cast<int32_t>(group.lines.size());
-  info.heap_bytes = group.lines.front()->layout().heap_bytes();
-  for (const auto& line : group.lines) info.closed.push_back(line->closed_text());
+  for (const auto& line : group.lines) {
+    info.closed.push_back(line == nullptr ? "" : line->closed_text());
+    if (line == nullptr) continue;
+    info.heap_bytes = line->layout().heap_bytes();
+    info.calls += line->calls();
+  }
   return info;
 }
 
@@ -292,11 +275,9 @@ void InjectFault(int64_t session, int32_t line, int32_t rank, const std::string&
   }
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  auto found = registry.groups.find(session);
-  if (found == registry.groups.end()) throw UnknownSession(session);
-  const Group& group = found->second;
+  const Group& group = registry.Find(session);
   if (line < 0 || line >= static_cast<int32_t>(group.lines.size()) || rank < 0 ||
-      rank >= group.config.num_ranks) {
+      rank >= group.config.num_ranks || group.lines[static_cast<size_t>(line)] == nullptr) {
     throw std::invalid_argument("inject_fault: no rank " + std::to_string(rank) + " on line " +
                                 std::to_string(line));
   }
@@ -306,10 +287,10 @@ void InjectFault(int64_t session, int32_t line, int32_t rank, const std::string&
 RankHandle FindRank(int64_t session, int32_t device_ordinal) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  auto found = registry.groups.find(session);
-  if (found == registry.groups.end()) throw UnknownSession(session);
-  auto handle = found->second.by_device.find(device_ordinal);
-  if (handle == found->second.by_device.end()) {
+  const Group& group = registry.Find(session);
+  if (group.closed) throw UnknownSession(session);
+  const auto handle = group.by_device.find(device_ordinal);
+  if (handle == group.by_device.end()) {
     throw std::invalid_argument("device " + std::to_string(device_ordinal) +
                                 " is no member of the group of session " + std::to_string(session) +
                                 ": call jax_ulysses.initialize() with the mesh that is used");

@@ -101,6 +101,22 @@ void CheckFloat(const CallContext&, const char* name, ffi::DataType dtype) {
                       ", expected F32, BF16, F16 or F64");
 }
 
+void CheckRankOperand(const CallContext& context, ffi::AnyBuffer buffer, bool readable) {
+  CheckType(context, "rank", buffer, ffi::DataType::S32);
+  CheckDims(context, "rank", buffer, {1});
+  if (!readable) return;
+  const int32_t rank = *static_cast<const int32_t*>(buffer.untyped_data());
+  if (rank == context.handle.rank) return;
+  const std::string text =
+      "device " + std::to_string(context.device_ordinal) + " is rank " + std::to_string(rank) +
+      " in this program and rank " + std::to_string(context.handle.rank) +
+      " in its group: the program runs on a mesh whose device order differs from the one given to "
+      "initialize";
+  // Ranks that are right would else wait for this one.
+  CloseLine(context.handle.line, std::string(context.target) + ": " + text + ".");
+  throw ArgumentError(text);
+}
+
 HeadExchange MakeExchange(const CallContext& context, int64_t head_dim, int64_t local_tokens) {
   HeadExchange exchange;
   exchange.num_ranks = context.handle.line->layout().num_ranks;

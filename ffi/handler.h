@@ -37,6 +37,7 @@ struct CallContext {
   int64_t token_order;
   ffi::Span<const int64_t> heads;
   int32_t device_ordinal;
+  // 0 in CUDA handlers: it differs between processes, and CUDA graphs would keep an old one.
   int64_t run_id;
   RankHandle handle;
 };
@@ -61,6 +62,10 @@ int64_t LocalTokens(const CallContext& context, int64_t global_tokens);
 // Fields that all ranks must agree on. The run id keeps ranks of different executions apart.
 host::Hash Agreement(const CallContext& context, const host::Shape& shape, ffi::DataType dtype);
 
+// Operand 0 of every target: the program's idea of the rank, int32 [1]. It differs from the group's
+// where the mesh of the program lists its devices in another order than that of initialize.
+void CheckRankOperand(const CallContext& context, ffi::AnyBuffer buffer, bool readable);
+
 using Runner = std::function<host::CallStatus()>;
 
 // Fills in context.handle. Throws MissingGroupError.
@@ -77,6 +82,7 @@ template <class Prepare>
 ffi::Future RunHandler(CallContext& context, ffi::RemainingRets rets, Prepare&& prepare) {
   try {
     FindHandle(context);
+    context.handle.line->CountCall();
     return SubmitCall(context, rets, prepare());
   } catch (const MissingGroupError& missing) {
     return Failed(context, rets, ffi::ErrorCode::kFailedPrecondition, missing.what());
@@ -84,6 +90,26 @@ ffi::Future RunHandler(CallContext& context, ffi::RemainingRets rets, Prepare&& 
     return Failed(context, rets, ffi::ErrorCode::kInvalidArgument, wrong.what());
   } catch (const std::exception& failure) {
     return Failed(context, rets, ffi::ErrorCode::kInternal, failure.what());
+  }
+}
+
+// The same for a handler that only enqueues: `enqueue` returns an ffi::Error. Results lie in device
+// memory and stay as they are.
+template <class Enqueue>
+ffi::Error RunEnqueue(CallContext& context, Enqueue&& enqueue) {
+  auto failed = [&](ffi::ErrorCode code, const std::exception& error) {
+    return ffi::Error(code, std::string(context.target) + ": " + error.what());
+  };
+  try {
+    FindHandle(context);
+    context.handle.line->CountCall();
+    return enqueue();
+  } catch (const MissingGroupError& missing) {
+    return failed(ffi::ErrorCode::kFailedPrecondition, missing);
+  } catch (const ArgumentError& wrong) {
+    return failed(ffi::ErrorCode::kInvalidArgument, wrong);
+  } catch (const std::exception& failure) {
+    return failed(ffi::ErrorCode::kInternal, failure);
   }
 }
 

@@ -37,7 +37,7 @@ class Mapping {
 
 class HostHeap final : public SymmetricHeap {
  public:
-  HostHeap(const HeapLayout& layout, uint32_t start_epoch) {
+  HostHeap(const HeapLayout& layout, uint32_t start_epoch) : layout_(layout) {
     for (int64_t rank = 0; rank < layout.num_ranks; ++rank) {
       mappings_.push_back(std::make_unique<Mapping>(layout.heap_bytes()));
       InitControlWords<HostMemory>(mappings_.back()->data(), layout, start_epoch);
@@ -50,7 +50,16 @@ class HostHeap final : public SymmetricHeap {
     return peers;
   }
 
+  void Interrupt() override {
+    CallInfo call;
+    call.peers = Peers(0);
+    call.layout = layout_;
+    // Only the abort words matter; the text is the line's.
+    RankProtocol<HostMemory>(call).Raise(FaultKind::kClosed, -1, -1);
+  }
+
  private:
+  HeapLayout layout_;
   std::vector<std::unique_ptr<Mapping>> mappings_;
 };
 

@@ -20,9 +20,13 @@ import numpy as np
 from jax_ulysses.ffi import _targets
 
 group_create = _targets.group_create
+group_prepare = _targets.group_prepare
+group_connect = _targets.group_connect
+group_close = _targets.group_close
 group_destroy = _targets.group_destroy
 group_info = _targets.group_info
 inject_fault = _targets.inject_fault
+can_implement = _targets.can_implement
 build_info = _targets.build_info
 
 EXCHANGE = "jax_ulysses.exchange.v1"
@@ -36,7 +40,7 @@ _lock = threading.Lock()
 
 
 def register() -> None:
-    """Registers the CPU handlers with XLA. Any call after the first does nothing.
+    """Registers the handlers with XLA. Any call after the first does nothing.
 
     Importing this module registers. The mark lies on the extension module, which
     the interpreter loads once, so that reloading this file does not register again.
@@ -44,8 +48,11 @@ def register() -> None:
     with _lock:
         if getattr(_targets, "_registered", False):
             return
-        for name, capsule in _targets.registrations().items():
-            jax.ffi.register_ffi_target(name, capsule, platform="cpu", api_version=1)
+        for ours, theirs in (("cpu", "cpu"), ("cuda", "CUDA")):
+            for name, capsule in _targets.registrations(ours).items():
+                jax.ffi.register_ffi_target(
+                    name, capsule, platform=theirs, api_version=1
+                )
         _targets._registered = True
 
 
@@ -73,7 +80,7 @@ def exchange(
     parts: Sequence[jax.Array],
     *,
     group: int,
-    axis_name: str | Sequence[str] = "cp",
+    axis_name: str | Sequence[str],
     heads: Sequence[int],
     num_ranks: int,
     direction: int,
@@ -86,6 +93,7 @@ def exchange(
     Args:
       parts: per segment [B, T, M, H] to scatter, [B, S, local, H] to gather.
       group: session of the peer group.
+      axis_name: mesh axes of the group, major first: they say which rank this is.
       heads: M of each segment.
       num_ranks: P.
       direction: SCATTER or GATHER.
@@ -109,6 +117,7 @@ def exchange(
     results = [_result(s, parts, varying_axes) for s in shapes]
     return tuple(
         jax.ffi.ffi_call(EXCHANGE, results)(
+            _rank(axis_name),
             *parts,
             **_attributes(group, token_order, heads),
             direction=np.int64(direction),
@@ -123,7 +132,7 @@ def gemm_a2a(
     bias: jax.Array | None = None,
     *,
     group: int,
-    axis_name: str | Sequence[str] = "cp",
+    axis_name: str | Sequence[str],
     heads: Sequence[int],
     num_ranks: int,
     head_dim: int,
@@ -138,6 +147,7 @@ def gemm_a2a(
       w: [D, C], or [C, D] if w_transposed (then x @ w.T).
       bias: [C] or None; added in the accumulator.
       group: session of the peer group.
+      axis_name: mesh axes of the group, major first: they say which rank this is.
       heads: M of each segment.
       num_ranks: P.
       head_dim: H.
@@ -160,6 +170,7 @@ def gemm_a2a(
     ]
     return tuple(
         jax.ffi.ffi_call(GEMM_A2A, results)(
+            _rank(axis_name),
             *operands,
             **_attributes(group, token_order, heads),
             head_dim=np.int64(head_dim),
@@ -174,7 +185,7 @@ def a2a_gemm(
     bias: jax.Array | None = None,
     *,
     group: int,
-    axis_name: str | Sequence[str] = "cp",
+    axis_name: str | Sequence[str],
     heads: Sequence[int],
     num_ranks: int,
     token_order: int = 0,
@@ -189,10 +200,12 @@ def a2a_gemm(
       w: [C, D], or [D, C] if w_transposed (then g @ w.T).
       bias: [D] or None; added in the accumulator.
       group: session of the peer group.
+      axis_name: mesh axes of the group, major first: they say which rank this is.
       heads: M of each segment.
       num_ranks: P.
       token_order: 0 contiguous, 1 zigzag.
       w_transposed: how w is stored.
+      want_gathered: whether g is a result, or an empty array in its place.
       varying_axes: mesh axes over which the results vary besides those of operands.
 
     Returns:
@@ -204,12 +217,18 @@ def a2a_gemm(
     local = (batch, tokens // num_ranks)
     results = [
         _result((*local, w.shape[0 if w_transposed else 1]), operands, varying_axes),
-        _result((*local, sum(heads) * head_dim), operands, varying_axes),
+        _result(
+            (*local, sum(heads) * head_dim) if want_gathered else (0,),
+            operands,
+            varying_axes,
+        ),
     ]
     y, gathered = jax.ffi.ffi_call(A2A_GEMM, results)(
+        _rank(axis_name),
         *operands,
         **_attributes(group, token_order, heads),
         w_transposed=np.int64(w_transposed),
+        want_gathered=np.int64(want_gathered),
     )
     return y, gathered
 
@@ -220,6 +239,12 @@ def _attributes(group, token_order, heads):
         token_order=np.int64(token_order),
         heads=np.array(heads, np.int64),
     )
+
+
+def _rank(axis_name):
+    # The handler compares it with the group's: a program can run on a mesh that lists
+    # the same devices in another order.
+    return jax.lax.axis_index(axis_name).astype(np.int32).reshape(1)
 
 
 def _bias(bias, like):

@@ -32,6 +32,12 @@ class RowBlocks {
       begin_ = pieces_.block_begin(block);
       rows_ = pieces_.block_size(block);
       acc_.assign(static_cast<size_t>(rows_ * args_.width), A{0});
+      if (args_.g != nullptr) {
+        gathered_rows_ = static_cast<T*>(args_.g) + begin_ * columns_;
+      } else {
+        scratch_.resize(static_cast<size_t>(rows_ * columns_));
+        gathered_rows_ = scratch_.data();
+      }
       for (int64_t p = 0; p < exchange_.num_ranks; ++p) {
         const int64_t source = pieces_.KSource(p);
         if (p > 0 && !WaitBlock(pieces_, protocol_, source, block)) return false;
@@ -67,7 +73,7 @@ class RowBlocks {
     if (copies > 1 && pieces_.GroupReadyAt(first, copies) != position) return;
     const int64_t width = exchange_.segment_columns(seg);
     const int64_t fused = exchange_.fused_block_begin(seg, source);
-    T* gathered = static_cast<T*>(args_.g) + begin_ * columns_ + fused;
+    T* gathered = gathered_rows_ + fused;
     for (int64_t m = 0; m < rows_; ++m) {
       T* out = gathered + m * columns_;
       if (copies == 1) {
@@ -106,6 +112,8 @@ class RowBlocks {
   const Weight<T> weight_;
   int64_t begin_ = 0;
   int64_t rows_ = 0;
+  T* gathered_rows_ = nullptr;  // of the block: in g, or in the scratch where g is not wanted
+  std::vector<T> scratch_;
   Gemm<T> gemm_;
   std::vector<A> acc_;
   std::vector<A> sum_;

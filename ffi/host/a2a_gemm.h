@@ -18,7 +18,7 @@ struct A2aGemmArgs {
   const void* bias = nullptr;            // [D] or null
   bool w_transposed = false;
   void* y = nullptr;  // [B, T, D]
-  void* g = nullptr;  // [B, T, C]
+  void* g = nullptr;  // [B, T, C], or null if it is not wanted
   uint32_t agreement = 0;
 };
 

@@ -20,7 +20,7 @@ RuntimeError_ = jax.errors.JaxRuntimeError
 
 
 def _keywords(session, num_ranks=4):
-    return dict(group=session, heads=(8,), num_ranks=num_ranks)
+    return dict(group=session, axis_name="cp", heads=(8,), num_ranks=num_ranks)
 
 
 def _scatter(session, x, num_ranks=4):
@@ -289,15 +289,35 @@ def test_independent_calls_between_products_and_collectives(make_world, with_psu
         np.testing.assert_array_equal(np.asarray(errors), 0)
 
 
+def test_a_program_on_another_device_order_is_refused(make_world):
+    """At once on every rank, also on those that the two meshes agree about."""
+    world = make_world(4, deadline_ms=60_000)
+    devices = world.mesh.devices.copy()
+    devices[:, :2] = devices[:, 1::-1]
+    mesh = jax.sharding.Mesh(devices, ("dp", "cp"), axis_types=world.mesh.axis_types)
+    x = jax.device_put(_data(world), jax.NamedSharding(mesh, SEQUENCE))
+    mapped = jax.shard_map(
+        lambda x: _scatter(world.session, x),
+        mesh=mesh,
+        in_specs=(SEQUENCE,),
+        out_specs=HEAD,
+    )
+    start = time.monotonic()
+    with pytest.raises(RuntimeError_, match="device order differs from the one given"):
+        jax.block_until_ready(jax.jit(mapped)(x))
+    assert time.monotonic() - start < 30
+    closed = targets.group_info(world.session)["closed"]
+    assert all(re.search(r"is rank \d in this program and rank \d", t) for t in closed)
+
+
 def test_two_groups_in_one_program(make_world):
     """Groups of 4 and of 8 ranks over the same devices."""
     four, eight = make_world(4), make_world(8)
     mesh = four.mesh
 
     def both(x, y):
-        (z,) = targets.exchange(
-            [y], **_keywords(eight.session, 8), direction=targets.SCATTER
-        )
+        keywords = {**_keywords(eight.session, 8), "axis_name": ("dp", "cp")}
+        (z,) = targets.exchange([y], **keywords, direction=targets.SCATTER)
         return _scatter(four.session, x), z
 
     x = _data(four)
@@ -343,7 +363,7 @@ def test_programs_in_flight_at_once(make_world):
 
 def test_results_repeat_bit_for_bit(make_world):
     world = make_world(8)
-    keywords = dict(group=world.session, heads=(8, 2, 1), num_ranks=8)
+    keywords = dict(group=world.session, axis_name="cp", heads=(8, 2, 1), num_ranks=8)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((1, 8 * 70, 32)).astype(np.float32)
     w = rng.standard_normal((32, 11 * 4)).astype(np.float32)

@@ -29,12 +29,16 @@ def test_registration_is_idempotent():
 
 def test_build_info():
     info = targets.build_info()
-    assert info["platforms"] == ["cpu"]
+    assert info["platforms"] in (["cpu"], ["cpu", "cuda"])
+    for platform in info["platforms"]:
+        assert len(_targets.registrations(platform)) == 3
     assert info["ffi_api_version"][0] == 0
 
 
 def _call(name, group=7):
-    keywords = dict(group=group, heads=(4, 2), num_ranks=4, token_order=1)
+    keywords = dict(
+        group=group, axis_name="cp", heads=(4, 2), num_ranks=4, token_order=1
+    )
     if name == targets.EXCHANGE:
         return lambda x, w: targets.exchange(
             [x.reshape(*x.shape[:2], 4, 2), x[..., :4].reshape(*x.shape[:2], 2, 2)],
@@ -53,7 +57,7 @@ def _call(name, group=7):
 ATTRIBUTES = {
     targets.EXCHANGE: ["direction = 0 : i64", "sum_replicas = 0 : i64"],
     targets.GEMM_A2A: ["head_dim = 2 : i64", "w_transposed = 0 : i64"],
-    targets.A2A_GEMM: ["w_transposed = 0 : i64"],
+    targets.A2A_GEMM: ["w_transposed = 0 : i64", "want_gathered = 1 : i64"],
 }
 
 
@@ -91,12 +95,13 @@ def test_results_vary_over_every_axis_of_the_operands(mesh2x4):
 
     def function(x, w):
         (first, _) = targets.gemm_a2a(
-            x, w, group=7, heads=(4, 2), num_ranks=4, head_dim=2
+            x, w, group=7, axis_name="cp", heads=(4, 2), num_ranks=4, head_dim=2
         )
         types.append(jax.typeof(first))
         (alone,) = targets.exchange(
             [w.reshape(1, 4, 4, 6)],
             group=7,
+            axis_name="cp",
             heads=(4,),
             num_ranks=4,
             direction=targets.SCATTER,
@@ -126,7 +131,7 @@ def test_results_vary_over_every_axis_of_the_operands(mesh2x4):
 def test_inside_scan_with_checked_types(make_world):
     """A carry that passes both dataflows keeps its type, and its value."""
     world = make_world(4)
-    keywords = dict(group=world.session, heads=(4,), num_ranks=4)
+    keywords = dict(group=world.session, axis_name="cp", heads=(4,), num_ranks=4)
     w = np.linalg.qr(np.random.default_rng(0).standard_normal((8, 8)))[0]
 
     def layers(x, w):
@@ -163,15 +168,16 @@ def _exchange(world, parts, heads, direction=targets.SCATTER, shape=None, **attr
         "sum_replicas": np.int64(0),
         **attributes,
     }
-    return jax.ffi.ffi_call(targets.EXCHANGE, results)(*parts, **attributes)
+    rank = jax.lax.axis_index("cp").reshape(1)
+    return jax.ffi.ffi_call(targets.EXCHANGE, results)(rank, *parts, **attributes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(heads=(3,)), r"operand 0 has dims \[1,2,4,3\]|heads \[3\] with P=4"),
-        (dict(heads=(8,)), r"operand 0 has dims \[1,2,4,3\], expected \[1,2,8,3\]"),
-        (dict(heads=(4, 4)), r"has 1 operands, expected 2"),
+        (dict(heads=(3,)), r"part 0 has dims \[1,2,4,3\]|heads \[3\] with P=4"),
+        (dict(heads=(8,)), r"part 0 has dims \[1,2,4,3\], expected \[1,2,8,3\]"),
+        (dict(heads=(4, 4)), r"has 2 operands, expected 3"),
         (dict(heads=(4,), direction=2), r"direction is 2"),
         (dict(heads=(4,), token_order=np.int64(5)), r"token_order is 5"),
         (dict(heads=(4,), shape=(1, 8, 1, 4)), r"result 0 has dims \[1,8,1,4\]"),
@@ -201,6 +207,7 @@ def test_odd_tokens_in_zigzag_order_are_refused(make_world):
                 lambda x: targets.exchange(
                     [x],
                     group=world.session,
+                    axis_name="cp",
                     heads=(4,),
                     num_ranks=4,
                     direction=targets.SCATTER,
@@ -220,7 +227,13 @@ def test_integer_products_are_refused(make_world):
         jax.block_until_ready(
             world.run(
                 lambda x, w: targets.gemm_a2a(
-                    x, w, group=world.session, heads=(4,), num_ranks=4, head_dim=2
+                    x,
+                    w,
+                    group=world.session,
+                    axis_name="cp",
+                    heads=(4,),
+                    num_ranks=4,
+                    head_dim=2,
                 )[0],
                 [SEQUENCE, P()],
                 HEAD,

@@ -48,6 +48,7 @@ def _shape(world, heads, head_dim=H):
 def _keywords(world, heads, zigzag):
     return dict(
         group=world.session,
+        axis_name="cp",
         heads=heads,
         num_ranks=world.num_ranks,
         token_order=int(zigzag),
