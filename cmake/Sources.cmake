@@ -45,7 +45,7 @@ set(JAX_ULYSSES_MODULE_SOURCES ffi/a2a_gemm.cc ffi/exchange.cc ffi/gemm_a2a.cc f
                                ffi/module.cc)
 
 # With JAX_ULYSSES_HAS_CUDA.
-set(JAX_ULYSSES_CUDA_SOURCES ffi/cuda/calls.cc ffi/cuda/heap.cc ffi/cuda/records.cc)
+set(JAX_ULYSSES_CUDA_SOURCES ffi/cuda/calls.cc ffi/cuda/cuda_heap.cc ffi/cuda/records.cc)
 
 # Each is cuda/tests/<name>.cc with its own main().
 set(JAX_ULYSSES_TESTS

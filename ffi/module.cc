@@ -13,7 +13,7 @@
 #include "question.h"
 #if defined(JAX_ULYSSES_HAS_CUDA)
 #include "cuda/calls.h"
-#include "cuda/heap.h"
+#include "cuda/cuda_heap.h"
 #endif
 
 namespace nb = nanobind;

@@ -2,8 +2,8 @@
 // Heaps in device memory. Ranks of one process reach each other by peer access, ranks of several
 // processes by CUDA IPC. The memory is cudaMalloc's, not XLA's: XLA's allocator maps virtual memory
 // that cannot be exported that way, and its addresses change from call to call.
-#ifndef JAX_ULYSSES_FFI_CUDA_HEAP_H_
-#define JAX_ULYSSES_FFI_CUDA_HEAP_H_
+#ifndef JAX_ULYSSES_FFI_CUDA_CUDA_HEAP_H_
+#define JAX_ULYSSES_FFI_CUDA_CUDA_HEAP_H_
 
 #include <memory>
 #include <string>
@@ -21,4 +21,4 @@ std::unique_ptr<SymmetricHeap> MakeHeap(const HeapLayout& layout, int64_t deadli
 
 }  // namespace jax_ulysses::cuda
 
-#endif  // JAX_ULYSSES_FFI_CUDA_HEAP_H_
+#endif  // JAX_ULYSSES_FFI_CUDA_CUDA_HEAP_H_
