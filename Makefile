@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 
-# JAX_ULYSSES_CUDA=ON|OFF|AUTO reaches CMake through pyproject.toml (AUTO: where nvcc is found).
+# JAX_ULYSSES_CUDA=ON|OFF|AUTO reaches CMake through pyproject.toml. AUTO builds the kernels where
+# nvcc and CUTLASS are there already; ON also installs CUTLASS, and fails without nvcc.
 export JAX_ULYSSES_CUDA ?= AUTO
 # Two compilers at a time on a small machine: an nvcc run of a CUTLASS kernel takes gigabytes.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
@@ -55,6 +56,9 @@ $(VENV)/.build-tools: pyproject.toml tools/requirements.py | $(PY)
 # Editable, without build isolation: the build tree in build/ then outlives the install, and a
 # changed C++ file costs its own compilation only.
 $(VENV)/.installed: pyproject.toml $(NATIVE) $(PACKAGES) $(VENV)/.build-tools
+ifeq ($(JAX_ULYSSES_CUDA),ON)
+	$(PIP) install --no-deps nvidia-cutlass==4.2.0.0
+endif
 	$(PIP) install --no-build-isolation -e .
 	@touch $@
 
