@@ -10,6 +10,8 @@ namespace jax_ulysses {
 // `tile_rows` and `tile_columns` are those of the kernel that would run.
 Status CheckCall(const GemmA2aCall& call, int32_t tile_rows, int32_t tile_columns);
 Status CheckCall(const A2aGemmCall& call, int32_t tile_rows, int32_t tile_columns);
+Status CheckCall(const ExchangeCall& call);
+Status CheckCall(const PsumCall& call);
 
 }  // namespace jax_ulysses
 

@@ -15,20 +15,19 @@ struct LaunchPlan {
 
 template <class Call>
 struct KernelEntry {
-  ElementType type;
-  bool transposed;
-  TilePolicy tile;
-  int32_t tile_rows;
-  int32_t tile_columns;
-  int32_t shared_bytes;
-  int32_t params_bytes;
-  const void* rank_kernel;   // (Params)
-  const void* world_kernel;  // (const Params*, int32_t ctas), or null
+  ElementType type = ElementType::kBf16;
+  bool transposed = false;
+  TilePolicy tile = TilePolicy::kAuto;
+  int32_t tile_rows = 0;
+  int32_t tile_columns = 0;
+  int32_t threads = 0;
+  int32_t shared_bytes = 0;
+  int32_t params_bytes = 0;
+  const void* rank_kernel = nullptr;   // (Params)
+  const void* world_kernel = nullptr;  // (const Params*, int32_t ctas), or null
   // Writes Params for `call` to `params`, params_bytes bytes aligned to 64. Encodes tensor maps.
-  void (*build)(const Call& call, const LaunchPlan& plan, void* params);
+  void (*build)(const Call& call, const LaunchPlan& plan, void* params) = nullptr;
 };
-
-inline constexpr int32_t kBlockThreads = 384;
 
 }  // namespace jax_ulysses
 

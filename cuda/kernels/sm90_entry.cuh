@@ -11,14 +11,13 @@
 
 namespace jax_ulysses {
 
-static_assert(kBlockThreads == kThreads);
-
 inline void FillRankCall(const FusedCall& call, const LaunchPlan& plan, RankCall& rank) {
   rank.info = call.info;
   rank.mailbox = call.mailbox;
   rank.ctas = plan.ctas;
   rank.comm_ctas = plan.comm_ctas;
   rank.communicate = call.communicate;
+  rank.compute = call.compute;
   rank.hooks = call.hooks;
   rank.info.removed_edges = call.hooks.removed_edges;
 }
@@ -38,15 +37,16 @@ void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
   using Element = typename C::Element;
   FillRankCall(call, plan, p.call);
   const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
-  p.push.geometry = g;
-  p.push.element_bytes = sizeof(Element);
-  p.push.own_in_place = g.TilesFollowRuns(C::kTileM);
-  p.push.gathered = static_cast<char*>(call.gathered);
+  p.args.geometry = g;
+  p.args.element_bytes = sizeof(Element);
+  p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
+  p.args.gathered = static_cast<char*>(call.gathered);
   p.width = static_cast<int32_t>(call.width);
   const OperandB w = {g.fused_columns, p.width};
   for (int seg = 0; seg < g.num_segments; ++seg) {
     p.k_tiles += g.num_ranks * static_cast<int32_t>(CeilDiv(g.columns[seg], C::kTileK));
-    p.push.parts[seg] = static_cast<const char*>(call.parts[seg]);
+    p.args.parts[seg] = static_cast<const char*>(call.parts[seg]);
+    p.args.own_block[seg] = SourceBlockOffset(g, seg, g.rank, sizeof(Element));
     p.from_input[seg] = MakeOperands<C>(call.parts[seg],
                                         {g.rows * g.num_ranks, g.columns[seg], 1}, call.w, w);
     for (int slot = 0; slot < call.info.layout.num_slots; ++slot) {
@@ -71,10 +71,10 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
   using Element = typename C::Element;
   FillRankCall(call, plan, p.call);
   const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
-  p.pull.geometry = g;
-  p.pull.order = TileOrder::Make(g, C::kTileM, C::kTileN);
-  p.pull.element_bytes = sizeof(Element);
-  p.pull.own_in_place = g.TilesFollowRuns(C::kTileM);
+  p.args.geometry = g;
+  p.args.order = TileOrder::Make(g, C::kTileM, C::kTileN);
+  p.args.element_bytes = sizeof(Element);
+  p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
   p.depth = static_cast<int32_t>(call.depth);
   p.operands =
       MakeOperands<C>(call.x, {g.rows, p.depth, 1}, call.w, {p.depth, g.fused_columns});
@@ -82,7 +82,8 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
   for (int seg = 0; seg < g.num_segments; ++seg) {
     const int32_t columns = g.columns[seg];
     auto* out = static_cast<Element*>(call.out[seg]);
-    p.pull.out[seg] = static_cast<char*>(call.out[seg]);
+    p.args.out[seg] = static_cast<char*>(call.out[seg]);
+    p.args.own_block[seg] = MadeBlockOffset(g, seg, g.block(seg, g.rank), sizeof(Element));
     const int64_t first = one_run ? g.HeadShardRows(g.rank, 0).begin : 0;
     p.to_output[seg] = MakeOutput<C>(out + first * columns, one_run ? g.rows : g.rows * g.num_ranks,
                                      columns, 1,
@@ -112,6 +113,7 @@ KernelEntry<Call> MakeEntry() {
   entry.tile = PolicyOf(C::kTileM, C::kTileN);
   entry.tile_rows = C::kTileM;
   entry.tile_columns = C::kTileN;
+  entry.threads = kThreads;
   entry.shared_bytes = sizeof(typename C::Shared);
   entry.params_bytes = sizeof(Params<C>);
   static_assert(sizeof(Params<C>) <= 32 * 1024 - 4, "kernel parameters");

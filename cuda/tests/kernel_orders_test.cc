@@ -36,8 +36,7 @@ void TestGeometry(const HeadExchange& ex, int64_t batch) {
     for (int32_t row = 0; row < g.rows; ++row) {
       const RowSpan span = g.HeadShardRows(rank, row);
       const int64_t b = row / ex.local_tokens, t = row % ex.local_tokens;
-      JU_CHECK(span.begin ==
-               b * ex.local_tokens * ex.num_ranks + ex.tokens().GlobalRow(rank, t));
+      JU_CHECK(span.begin == b * ex.local_tokens * ex.num_ranks + ex.tokens().GlobalRow(rank, t));
       JU_CHECK(span.length >= 1 && t % g.run_rows + span.length == g.run_rows);
     }
   }
@@ -53,7 +52,8 @@ void TestTiles(const HeadExchange& ex, int64_t batch, int32_t tile_rows, int32_t
       const TileOrder::Tile t = order.At(g, i);
       JU_CHECK(t.col_block < order.col_blocks[t.seg] && t.row_block < order.row_blocks);
       JU_CHECK(made.insert({t.seg, g.block(t.seg, t.dest), t.row_block, t.col_block}).second);
-      JU_CHECK(t.flag == order.FirstFlag(t.seg, t.row_block) + t.col_block);
+      JU_CHECK(order.SegmentOf(t.flag % order.all_col_blocks) == t.seg);
+      JU_CHECK(t.flag / order.all_col_blocks == t.row_block);
       JU_CHECK(t.flag < order.num_flags());
       const int first = t.dest / g.replicas[t.seg] * g.replicas[t.seg];
       for (int d = first; d < first + g.replicas[t.seg]; ++d) {
@@ -70,16 +70,17 @@ void TestPulls(const HeadExchange& ex, int64_t batch) {
     const Geometry g = MakeGeometry(ex, rank, batch);
     const int32_t pieces = static_cast<int32_t>(CeilDiv(g.rows, kPieceRows));
     for (bool in_place : {false, true}) {
-      std::set<std::tuple<int, int, int>> pulled;
-      for (int32_t i = 0; i < PullOrder::num_items(g, in_place); ++i) {
-        const PullOrder::Item item = PullOrder::At(g, in_place, i);
-        JU_CHECK(item.seg >= 0 && item.seg < g.num_segments && item.piece < pieces);
-        JU_CHECK(item.source != rank || PullOrder::OwnInSlot(g, item.seg, in_place));
-        JU_CHECK(pulled.insert({item.source, item.seg, item.piece}).second);
+      std::set<std::tuple<int, int>> pulled;
+      bool own = false;
+      for (int seg = 0; seg < g.num_segments; ++seg) {
+        own = own || PullOrder::Pulls(g, rank, seg, in_place);
       }
-      const int own = PullOrder::OwnSegments(g, in_place);
-      JU_CHECK(static_cast<int>(pulled.size()) ==
-               pieces * ((g.num_ranks - 1) * g.num_segments + own));
+      for (int32_t i = 0; i < PullOrder::num_items(g, in_place); ++i) {
+        const PullOrder::Item item = PullOrder::At(g, i);
+        JU_CHECK(item.piece < pieces && (own || item.source != rank));
+        JU_CHECK(pulled.insert({item.source, item.piece}).second);
+      }
+      JU_CHECK(static_cast<int>(pulled.size()) == pieces * (g.num_ranks - 1 + own));
     }
     for (int32_t first_step : {0, 1}) {
       const PushOrder order = {g.num_ranks, g.rank, g.rows, first_step};

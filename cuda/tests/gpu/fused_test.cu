@@ -190,7 +190,9 @@ bool MakeReference(Fixture& f) {
   CK(cudaDeviceSynchronize());
   const Difference d = f.CheckNorm();
   f.SaveReference();
-  return d.relative < 4e-3 && d.bad == 0;
+  // Also loads CompareExact: a kernel must not be loaded while others spin.
+  f.CompareReference(1.0f);
+  return d.relative < 4e-3 && d.bad == 0 && f.TakeBad() == 0;
 }
 
 template <class Fixture>
@@ -391,7 +393,7 @@ void Streams(const KernelEntry<typename Fixture::Call>& entry, const char* op, i
         calls[r].hooks.start_delay_ns = random() % 3 == 0 ? random() % 100000 : 0;
         entry.build(calls[r], plan, params);
         void* args[] = {params};
-        CK(cudaLaunchKernel(entry.rank_kernel, dim3(plan.ctas), dim3(kBlockThreads), args,
+        CK(cudaLaunchKernel(entry.rank_kernel, dim3(plan.ctas), dim3(entry.threads), args,
                             static_cast<size_t>(entry.shared_bytes), streams[r]));
         f.CompareReference(kScales[i % kSets], streams[r], r);
       }

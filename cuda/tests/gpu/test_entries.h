@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels that the build compiled for tests; the first of each is a bf16 one.
+// The kernels that the build compiled for tests.
 #ifndef JAX_ULYSSES_TESTS_GPU_TEST_ENTRIES_H_
 #define JAX_ULYSSES_TESTS_GPU_TEST_ENTRIES_H_
 
@@ -7,37 +7,42 @@
 
 #include "kernels/entry.h"
 
+// A build for one kernel may name another list.
+#ifndef JU_TEST_KERNELS
+#define JU_TEST_KERNELS "test_kernels.def"
+#endif
+
 namespace jax_ulysses {
 
-#define JU_TEST_KERNEL(op, name) KernelEntry<op##Call> name();
-#include "test_kernels.inc"
-#undef JU_TEST_KERNEL
+#define JU_KERNEL(op, element, rows, columns, w) \
+  KernelEntry<op##Call> Test##op##element##_##rows##x##columns##w();
+#include JU_TEST_KERNELS
+#undef JU_KERNEL
 
 namespace testing {
 
-inline std::vector<KernelEntry<A2aGemmCall>> A2aGemmEntries() {
-  std::vector<KernelEntry<A2aGemmCall>> entries;
+template <class Call>
+void AddTo(std::vector<KernelEntry<Call>>& entries, const KernelEntry<Call>& entry) {
+  entries.push_back(entry);
+}
+template <class Call, class Other>
+void AddTo(std::vector<KernelEntry<Call>>&, const KernelEntry<Other>&) {}
 
-#define JU_TEST_KERNEL(op, name) JU_ADD_##op(name)
-#define JU_ADD_A2aGemm(name) entries.push_back(name());
-#define JU_ADD_GemmA2a(name)
-#include "test_kernels.inc"
-#undef JU_ADD_A2aGemm
-#undef JU_ADD_GemmA2a
-#undef JU_TEST_KERNEL
+template <class Call>
+std::vector<KernelEntry<Call>> TestEntries() {
+  std::vector<KernelEntry<Call>> entries;
+#define JU_KERNEL(op, element, rows, columns, w) \
+  AddTo(entries, Test##op##element##_##rows##x##columns##w());
+#include JU_TEST_KERNELS
+#undef JU_KERNEL
   return entries;
 }
 
+inline std::vector<KernelEntry<A2aGemmCall>> A2aGemmEntries() {
+  return TestEntries<A2aGemmCall>();
+}
 inline std::vector<KernelEntry<GemmA2aCall>> GemmA2aEntries() {
-  std::vector<KernelEntry<GemmA2aCall>> entries;
-#define JU_TEST_KERNEL(op, name) JU_ADD_##op(name)
-#define JU_ADD_A2aGemm(name)
-#define JU_ADD_GemmA2a(name) entries.push_back(name());
-#include "test_kernels.inc"
-#undef JU_ADD_A2aGemm
-#undef JU_ADD_GemmA2a
-#undef JU_TEST_KERNEL
-  return entries;
+  return TestEntries<GemmA2aCall>();
 }
 
 }  // namespace testing

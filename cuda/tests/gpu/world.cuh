@@ -117,7 +117,7 @@ class WorldLaunch {
     int32_t ctas = plan_.ctas;
     void* args[] = {&params, &ctas};
     CK(cudaLaunchCooperativeKernel(entry_.world_kernel, dim3(ranks_ * plan_.ctas),
-                                   dim3(kBlockThreads), args,
+                                   dim3(entry_.threads), args,
                                    static_cast<size_t>(entry_.shared_bytes), stream));
   }
 

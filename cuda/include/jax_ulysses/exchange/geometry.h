@@ -41,7 +41,7 @@ struct Geometry {
 
   // Where row `row` of the sequence shard of `owner` lies in a head shard.
   JU_HD constexpr RowSpan HeadShardRows(int32_t owner, int32_t row) const {
-    const int32_t batch = row / tokens;
+    const int32_t batch = rows == tokens ? 0 : row / tokens;
     const int32_t token = row - batch * tokens;
     const bool second = token >= run_rows;
     const int32_t chunk = second ? 2 * num_ranks - 1 - owner : owner;

@@ -91,60 +91,44 @@ struct TileOrder {
             row_block * all_col_blocks + flag + col_block};
   }
 
-  // First flag of segment `seg` in row block `row_block`; its col_blocks[seg] flags follow.
-  JU_HD constexpr int32_t FirstFlag(int seg, int32_t row_block) const {
-    int32_t flag = row_block * all_col_blocks;
-    for (int i = 0; i < seg; ++i) flag += col_blocks[i];
-    return flag;
+  // Segment of column block `col_block` of a destination, counted over all segments. The flag of
+  // a tile is row_block * all_col_blocks + col_block.
+  JU_HD constexpr int SegmentOf(int32_t col_block) const {
+    int seg = 0;
+    while (col_block >= col_blocks[seg]) col_block -= col_blocks[seg++];
+    return seg;
   }
 };
 
 // Rank r pulls from r-1, r-2, ...: the source at distance d makes r's block as its d-th. The
-// source is r itself, last, for what r did not store into its output directly.
+// source is r itself, last, for what r did not store into its output directly. An item is a piece
+// of rows of all segments: one wait for many bytes.
 struct PullOrder {
   struct Item {
     int32_t source;
-    int32_t seg;
     int32_t piece;
   };
 
   JU_HD static constexpr bool OwnInSlot(const Geometry& g, int seg, bool own_in_place) {
     return !own_in_place || g.replicated(seg);
   }
-
-  JU_HD static constexpr int32_t OwnSegments(const Geometry& g, bool own_in_place) {
-    int32_t count = 0;
-    for (int seg = 0; seg < g.num_segments; ++seg) count += OwnInSlot(g, seg, own_in_place);
-    return count;
+  // Whether rank r pulls segment `seg` of `source`.
+  JU_HD static constexpr bool Pulls(const Geometry& g, int32_t source, int seg,
+                                    bool own_in_place) {
+    return source != g.rank || OwnInSlot(g, seg, own_in_place);
   }
 
   JU_HD static constexpr int32_t num_items(const Geometry& g, bool own_in_place) {
-    const int32_t pieces = static_cast<int32_t>(CeilDiv(g.rows, kPieceRows));
-    return pieces * ((g.num_ranks - 1) * g.num_segments + OwnSegments(g, own_in_place));
+    bool own = false;
+    for (int seg = 0; seg < g.num_segments; ++seg) own = own || OwnInSlot(g, seg, own_in_place);
+    return static_cast<int32_t>(CeilDiv(g.rows, kPieceRows)) * (g.num_ranks - 1 + own);
   }
 
-  JU_HD static constexpr Item At(const Geometry& g, bool own_in_place, int32_t index) {
+  JU_HD static constexpr Item At(const Geometry& g, int32_t index) {
     const int32_t pieces = static_cast<int32_t>(CeilDiv(g.rows, kPieceRows));
-    const int32_t per_source = pieces * g.num_segments;
-    const int32_t step = index / per_source + 1;
-    index -= (step - 1) * per_source;
-    const bool own = step == g.num_ranks;
-    const int32_t segments = own ? OwnSegments(g, own_in_place) : g.num_segments;
-    constexpr int32_t kWindow = kWindowRows / kPieceRows;
-    const int32_t window = index / (kWindow * segments);
-    index -= window * kWindow * segments;
-    const int32_t left = pieces - window * kWindow;
-    const int32_t height = left < kWindow ? left : kWindow;
-    int32_t nth = index / height;
-    const int32_t piece = window * kWindow + index - nth * height;
-    int32_t seg = nth;
-    if (own) {
-      for (seg = 0; !OwnInSlot(g, seg, own_in_place) || nth > 0; ++seg) {
-        if (OwnInSlot(g, seg, own_in_place)) --nth;
-      }
-    }
-    const int32_t source = g.rank - step;
-    return {source < 0 ? source + g.num_ranks : source, seg, piece};
+    const int32_t step = index / pieces;
+    const int32_t source = g.rank - 1 - step;
+    return {source < 0 ? source + g.num_ranks : source, index - step * pieces};
   }
 };
 
@@ -167,7 +151,8 @@ namespace jax_ulysses {
 struct PullArgs {
   Geometry geometry;
   TileOrder order;
-  char* out[kMaxFusedSegments] = {};  // head shards [B*S, columns]
+  char* out[kMaxFusedSegments] = {};           // head shards [B*S, columns]
+  int64_t own_block[kMaxFusedSegments] = {};  // what this rank pulls, in the slots of all, bytes
   int32_t element_bytes = 2;
   int32_t own_in_place = 0;
 };
@@ -179,16 +164,24 @@ class PullWork {
 
   JU_D PullWork(const PullArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
                 int32_t workers)
-      : args_(args), protocol_(protocol), hooks_(hooks), item_(worker - workers), stride_(workers) {}
+      : args_(args),
+        protocol_(protocol),
+        hooks_(hooks),
+        slot_offset_(protocol.call().layout.slot(protocol.slot_index())),
+        item_(worker - workers),
+        stride_(workers) {}
 
   JU_D bool Next(Strip& strip) {
     const Geometry& g = args_.geometry;
-    if (row_ == end_ && !NextItem()) return false;
+    while (row_ == end_) {
+      row_ = begin_;
+      if (++seg_ >= g.num_segments && !NextItem()) return false;
+      if (!PullOrder::Pulls(g, source_, seg_, args_.own_in_place)) row_ = end_;
+    }
     const RowSpan span = g.HeadShardRows(source_, row_);
     const int32_t rows = min(end_ - row_, span.length);
     const int32_t row_bytes = g.columns[seg_] * args_.element_bytes;
-    strip.source = protocol_.Slot(source_) +
-                   MadeBlockOffset(g, seg_, g.block(seg_, g.rank), args_.element_bytes) +
+    strip.source = protocol_.call().peers.heap[source_] + slot_offset_ + args_.own_block[seg_] +
                    static_cast<int64_t>(row_) * row_bytes;
     strip.dest = args_.out[seg_] + static_cast<int64_t>(span.begin) * row_bytes;
     strip.rows = 1;  // contiguous on both sides
@@ -202,20 +195,21 @@ class PullWork {
  private:
   JU_D bool NextItem() {
     const Geometry& g = args_.geometry;
+    const TileOrder& order = args_.order;
     item_ += stride_;
     if (item_ >= PullOrder::num_items(g, args_.own_in_place)) return false;
-    const PullOrder::Item item = PullOrder::At(g, args_.own_in_place, item_);
+    const PullOrder::Item item = PullOrder::At(g, item_);
     source_ = item.source;
-    seg_ = item.seg;
-    row_ = item.piece * kPieceRows;
+    seg_ = 0;
+    begin_ = row_ = item.piece * kPieceRows;
     end_ = min(row_ + kPieceRows, g.rows);
     // Edge "tile": released by the publisher warp of the source, acquired here, one flag per lane;
     // then the async proxy may read the peer's slot.
-    const int32_t flag = args_.order.FirstFlag(seg_, row_ / args_.order.tile_rows);
     bool ok = true;
-    for (int32_t i = static_cast<int32_t>(threadIdx.x % 32); i < args_.order.col_blocks[seg_];
-         i += 32) {
-      ok = protocol_.WaitTile(source_, flag + i) && ok;
+    for (int32_t i = static_cast<int32_t>(threadIdx.x % 32); i < order.all_col_blocks; i += 32) {
+      if (!PullOrder::Pulls(g, source_, order.SegmentOf(i), args_.own_in_place)) continue;
+      const int32_t flag = row_ / order.tile_rows * order.all_col_blocks + i;
+      ok = protocol_.WaitTile(source_, flag) && ok;
     }
     ok = __all_sync(~0u, ok);
     if (!TestHooks::Removed<kTest>(hooks_, kEdgeProxyFence)) ptx::ProxyFence();
@@ -225,10 +219,12 @@ class PullWork {
   const PullArgs& args_;
   Protocol& protocol_;
   const TestHooks& hooks_;
+  const int64_t slot_offset_;
   int32_t item_;
   const int32_t stride_;
   int32_t source_ = 0;
-  int32_t seg_ = 0;
+  int32_t seg_ = kMaxFusedSegments;
+  int32_t begin_ = 0;
   int32_t row_ = 0;
   int32_t end_ = 0;
 };

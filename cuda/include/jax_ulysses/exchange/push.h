@@ -42,7 +42,7 @@ struct PushOrder {
     const int32_t left = num_pieces() - window * kWindow;
     const int32_t pieces = left < kWindow ? left : kWindow;
     const int32_t within = index - window * steps * kWindow;
-    const int32_t step = within / pieces;
+    const int32_t step = pieces == kWindow ? within / kWindow : within / pieces;
     const int32_t dest = rank - step - first_step;
     return {dest < 0 ? dest + num_ranks : dest, window * kWindow + within - step * pieces};
   }
@@ -60,6 +60,7 @@ JU_HD constexpr int64_t SourceBlockOffset(const Geometry& g, int seg, int32_t so
 
 #if defined(__CUDACC__)
 #include "jax_ulysses/exchange/copy_ring.h"
+#include "jax_ulysses/exchange/hand_off.h"
 #include "jax_ulysses/exchange/rank_call.h"
 
 namespace jax_ulysses {
@@ -67,19 +68,30 @@ namespace jax_ulysses {
 struct PushArgs {
   Geometry geometry;
   const char* parts[kMaxFusedSegments] = {};  // head shards [B*S, columns]
+  int64_t own_block[kMaxFusedSegments] = {};  // this rank's block in the slots of others, bytes
   char* gathered = nullptr;                   // [rows, C], or null
   int32_t element_bytes = 2;
   int32_t own_in_place = 0;
+
+  JU_HD constexpr PushOrder order() const {
+    return {geometry.num_ranks, geometry.rank, geometry.rows, own_in_place};
+  }
 };
 
-// Pushes every worker-th piece. Releases the flag of a piece once its bytes are written.
-template <class Protocol>
+// Pushes every worker-th piece, and hands each one that is written to the publisher warp.
+template <bool kTest, class Protocol>
 class PushWork {
  public:
   static constexpr bool kSignals = true;
 
-  JU_D PushWork(const PushArgs& args, Protocol& protocol, int32_t worker, int32_t workers)
-      : args_(args), protocol_(protocol), item_(worker - workers), stride_(workers) {}
+  JU_D PushWork(const PushArgs& args, const Protocol& protocol, HandOff<kTest>& hand_off,
+                int32_t worker, int32_t workers)
+      : args_(args),
+        peers_(protocol.call().peers),
+        hand_off_(hand_off),
+        slot_offset_(protocol.call().layout.slot(protocol.slot_index())),
+        item_(worker - workers),
+        stride_(workers) {}
 
   JU_D bool Next(Strip& strip) {
     const Geometry& g = args_.geometry;
@@ -91,7 +103,7 @@ class PushWork {
     const int32_t rows = min(end_ - row_, span.length);
     const int32_t row_bytes = g.columns[seg_] * args_.element_bytes;
     strip.source = args_.parts[seg_] + static_cast<int64_t>(span.begin) * row_bytes;
-    strip.dest = protocol_.Slot(dest_) + SourceBlockOffset(g, seg_, g.rank, args_.element_bytes) +
+    strip.dest = peers_.heap[dest_] + slot_offset_ + args_.own_block[seg_] +
                  static_cast<int64_t>(row_) * row_bytes;
     strip.rows = 1;  // contiguous on both sides
     strip.row_bytes = rows * row_bytes;
@@ -102,20 +114,11 @@ class PushWork {
     return true;
   }
 
-  // Edge "tile", here per piece: released to the destination, system scope; acquired by the
-  // producer warp of its GEMM (WaitPiecesWarp) and by its GatherWork.
-  JU_D void Signal(int32_t item) {
-    const PushOrder::Item piece = Order().At(item);
-    protocol_.PublishTile(piece.dest, piece.piece);
-  }
+  JU_D void Signal(int32_t item) { hand_off_.GiveByLane(item); }
 
  private:
-  JU_D PushOrder Order() const {
-    const Geometry& g = args_.geometry;
-    return {g.num_ranks, g.rank, g.rows, args_.own_in_place};
-  }
   JU_D bool NextItem() {
-    const PushOrder order = Order();
+    const PushOrder order = args_.order();
     item_ += stride_;
     if (item_ >= order.num_items()) return false;
     const PushOrder::Item item = order.At(item_);
@@ -127,7 +130,9 @@ class PushWork {
   }
 
   const PushArgs& args_;
-  Protocol& protocol_;
+  const PeerTable& peers_;
+  HandOff<kTest>& hand_off_;
+  const int64_t slot_offset_;
   int32_t item_;
   const int32_t stride_;
   int32_t dest_ = 0;
@@ -136,6 +141,21 @@ class PushWork {
   int32_t row_ = 0;
   int32_t end_ = 0;
 };
+
+// The publisher warp: raises the flags of pieces that PushWork hands over, until kNoSignal comes.
+template <bool kTest, class Protocol>
+JU_D void PublishPieces(const PushArgs& args, Protocol& protocol, HandOff<kTest>& hand_off) {
+  const PushOrder order = args.order();
+  while (true) {
+    const int32_t index = hand_off.Take();
+    if (index == kNoSignal) break;
+    // Edge "tile", here per piece: released to the destination, system scope; acquired by the
+    // producer warp of its GEMM (WaitPiecesWarp) and by its GatherWork.
+    const PushOrder::Item item = order.At(index);
+    if (threadIdx.x % 32 == 0) protocol.PublishTile(item.dest, item.piece);
+    hand_off.TakeDone();
+  }
+}
 
 // One warp: waits for the pieces of rows [begin, end) from `source`, one piece per lane.
 template <bool kTest, class Protocol>

@@ -35,11 +35,27 @@ struct RankCall {
   int32_t comm_ctas = 1;
   // Off: all data is taken to be present, and no flag is touched (a plain GEMM, for comparison).
   int32_t communicate = 1;
+  // Off: all-to-all -> GEMM only pushes (benchmarks).
+  int32_t compute = 1;
   TestHooks hooks;
 };
 
 template <bool kTest>
 using KernelProtocol = RankProtocol<PtxMemory, kTest ? kEdgesAtRunTime : kEdgeNone>;
+
+// A copy of parameters in shared memory, for launches of a whole world.
+template <class T>
+struct SharedCopy {
+  alignas(16) char bytes[sizeof(T)];
+  // Whole CTA; a barrier must follow.
+  JU_D void Fill(const T& from) {
+    static_assert(sizeof(T) % 4 == 0);
+    for (uint32_t i = threadIdx.x; i < sizeof(T) / 4; i += blockDim.x) {
+      reinterpret_cast<uint32_t*>(bytes)[i] = reinterpret_cast<const uint32_t*>(&from)[i];
+    }
+  }
+  JU_D const T& get() const { return *reinterpret_cast<const T*>(bytes); }
+};
 
 struct RankShared {
   uint32_t aborted;
@@ -114,11 +130,14 @@ JU_D void EndRank(const RankCall& call, RankShared& shared) {
     return;
   }
   for (int i = 0; i < call.num_outputs; ++i) {
-    // All bits set is a NaN in every floating-point format. Outputs are multiples of 16 bytes.
-    auto* data = reinterpret_cast<uint4*>(call.outputs[i].data);
-    for (int64_t j = threadIdx.x; j < call.outputs[i].bytes / 16; j += blockDim.x) {
-      data[j] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    // All bits set is a NaN in every floating-point format.
+    char* data = call.outputs[i].data;
+    const int64_t bytes = call.outputs[i].bytes;
+    const int64_t vectors = reinterpret_cast<uint64_t>(data) % 16 == 0 ? bytes / 16 : 0;
+    for (int64_t j = threadIdx.x; j < vectors; j += blockDim.x) {
+      reinterpret_cast<uint4*>(data)[j] = make_uint4(~0u, ~0u, ~0u, ~0u);
     }
+    for (int64_t j = vectors * 16 + threadIdx.x; j < bytes; j += blockDim.x) data[j] = '\xff';
   }
   if (threadIdx.x == 0 && call.mailbox != nullptr) {
     const Fault fault = protocol.ReadFault();

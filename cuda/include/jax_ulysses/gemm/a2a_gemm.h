@@ -3,6 +3,9 @@
 // all ranks. Communication warps push this rank's head shards into the slots of the others; the
 // GEMM reads what arrived in its own slot in place, block of K by block of K, its own block first.
 //
+// `call` and the work arguments come apart from the tensor maps: a world of ranks keeps them in
+// shared memory, as near as the constant bank that holds the parameters of a single rank.
+//
 // K order: sources rank, rank+1, ...; within a source the segments. It depends on the rank but
 // never on timing, so results are repeatable bit by bit. Replicated heads are just more K blocks
 // over the same rows of w: their sum is taken in the fp32 accumulator.
@@ -20,7 +23,7 @@ inline constexpr int kMaxSlots = 2;
 template <class C>
 struct A2aGemmParams {
   RankCall call;
-  PushArgs push;
+  PushArgs args;
   int32_t width = 0;  // N: columns of y
   int32_t k_tiles = 0;
   typename C::Mainloop::Params from_slot[kMaxSlots][kMaxFusedSegments];
@@ -49,24 +52,25 @@ struct OutputTiles {
 };
 
 template <class C>
-JU_D void A2aGemmRank(const A2aGemmParams<C>& p, int32_t cta, char* shared_bytes) {
+JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const PushArgs& push, int32_t cta,
+                      char* shared_bytes) {
   using Protocol = KernelProtocol<C::kTest>;
   auto& shared = *reinterpret_cast<typename C::Shared*>(shared_bytes);
-  const RankCall& call = p.call;
-  const Geometry& g = p.push.geometry;
+  const Geometry& g = push.geometry;
   if constexpr (C::kTest) {
     if (call.hooks.absent) return;
   }
   const WarpRole role = RoleOfWarp();
   if (role == WarpRole::kProducer && cute::elect_one_sync()) {
     for (int seg = 0; seg < g.num_segments; ++seg) {
-      if (p.push.own_in_place) C::Mainloop::prefetch_tma_descriptors(p.from_input[seg]);
+      if (push.own_in_place) C::Mainloop::prefetch_tma_descriptors(p.from_input[seg]);
     }
     C::Epilogue::prefetch_tma_descriptors(p.output);
   }
   BeginRank<C::kTest>(call, shared.rank);
   if (threadIdx.x == 0) {
     C::Ring::Init(shared.ring);
+    HandOff<C::kTest>::Init(shared.hand_off);
     ptx::BarrierInitFence();
   }
   GemmPipelines<C> pipelines(shared);
@@ -75,11 +79,15 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, int32_t cta, char* shared_bytes
   const OutputTiles tiles = {static_cast<int32_t>(CeilDiv(g.rows, C::kTileM)),
                              static_cast<int32_t>(CeilDiv(p.width, C::kTileN)),
                              kWindowRows / C::kTileM};
+  const int32_t num_tiles = call.compute ? tiles.num_tiles() : 0;
   const bool run = !shared.rank.aborted;
+  // The communicating CTAs are spread over the rank's: worker w is CTA w * ctas / comm_ctas.
+  const int32_t worker = (cta * call.comm_ctas + call.ctas - 1) / call.ctas;
+  const bool pushes = worker < call.comm_ctas && worker * call.ctas / call.comm_ctas == cta;
   if (role == WarpRole::kConsumer) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<C> consumer(pipelines, shared);
-    for (int32_t i = cta; run && i < tiles.num_tiles(); i += call.ctas) {
+    for (int32_t i = cta; run && i < num_tiles; i += call.ctas) {
       const OutputTiles::Tile tile = tiles.At(i);
       auto accumulator = Consumer<C>::MakeAccumulator();
       consumer.Accumulate(accumulator, p.k_tiles, p.from_slot[0][0]);
@@ -92,18 +100,28 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, int32_t cta, char* shared_bytes
       Protocol protocol(call.info);
       Producer<C> producer(pipelines, shared);
       const int64_t slot = call.communicate ? protocol.slot_index() : 0;
-      for (int32_t i = cta; i < tiles.num_tiles(); i += call.ctas) {
+      // Blocks of this window that this warp has already acquired: one bit per (row block, source).
+      uint64_t arrived = 0;
+      int32_t window = 0;
+      for (int32_t i = cta; i < num_tiles; i += call.ctas) {
         const OutputTiles::Tile tile = tiles.At(i);
         const int32_t row = tile.row_block * C::kTileM;
+        if (tile.row_block / tiles.window_blocks != window) {
+          window = tile.row_block / tiles.window_blocks;
+          arrived = 0;
+        }
         for (int32_t step = 0; step < g.num_ranks; ++step) {
           int32_t source = g.rank + step;
           if (source >= g.num_ranks) source -= g.num_ranks;
-          const bool in_place = step == 0 && p.push.own_in_place;
-          if (call.communicate && !in_place) {
+          const bool in_place = step == 0 && push.own_in_place;
+          const int32_t bit = tile.row_block % tiles.window_blocks * g.num_ranks + source;
+          const bool known = bit < 64 && (arrived >> bit & 1) != 0;
+          if (call.communicate && !in_place && !known) {
             // Edge "tile" (a piece). After an abort it returns at once, and the tile is computed
             // from whatever is there: the pipelines drain, and the output becomes NaN.
             WaitPiecesWarp<C::kTest>(protocol, call.hooks, source, row,
                                      min(row + C::kTileM, g.rows));
+            if (bit < 64) arrived |= uint64_t{1} << bit;
           }
           for (int seg = 0; seg < g.num_segments; ++seg) {
             const int32_t columns = g.columns[seg];
@@ -120,17 +138,22 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, int32_t cta, char* shared_bytes
     } else if (run && call.communicate && role == WarpRole::kCommunicator) {
       Protocol protocol(call.info);
       typename C::Ring ring(shared.ring, call.hooks);
-      // The communicating CTAs are spread over the rank's: worker w is CTA w * ctas / comm_ctas.
-      const int32_t worker = (cta * call.comm_ctas + call.ctas - 1) / call.ctas;
-      const bool pushes = worker * call.ctas / call.comm_ctas == cta && worker < call.comm_ctas;
       if (pushes && WaitSlotFreeWarp(protocol)) {
-        PushWork<Protocol> push(p.push, protocol, worker, call.comm_ctas);
-        ring.Run(push);
+        HandOff<C::kTest> hand_off(shared.hand_off);
+        PushWork<C::kTest, Protocol> pieces(push, protocol, hand_off, worker, call.comm_ctas);
+        ring.Run(pieces);
+        hand_off.Give(kNoSignal);
+      } else if (pushes) {
+        HandOff<C::kTest>(shared.hand_off).Give(kNoSignal);
       }
-      if (p.push.gathered != nullptr) {
-        GatherWork<C::kTest, Protocol> gather(p.push, protocol, call.hooks, cta, call.ctas);
+      if (push.gathered != nullptr) {
+        GatherWork<C::kTest, Protocol> gather(push, protocol, call.hooks, cta, call.ctas);
         ring.Run(gather);
       }
+    } else if (run && call.communicate && role == WarpRole::kPublisher && pushes) {
+      Protocol protocol(call.info);
+      HandOff<C::kTest> hand_off(shared.hand_off);
+      PublishPieces(push, protocol, hand_off);
     } else if (run && call.communicate && role == WarpRole::kIdle && cta == 0) {
       CheckEntries<C::kTest>(call);
     }

@@ -15,14 +15,16 @@
 #include "cutlass/gemm/collective/collective_builder.hpp"
 #include "cutlass/pipeline/pipeline.hpp"
 #include "jax_ulysses/exchange/copy_ring.h"
+#include "jax_ulysses/exchange/hand_off.h"
 #include "jax_ulysses/exchange/rank_call.h"
 
 namespace jax_ulysses {
 
 // Shared memory of one CTA on sm_90.
 inline constexpr int kSharedBytes = 227 * 1024;
-inline constexpr int kCopyStages = 4;
-inline constexpr int kCopyStageBytes = 4096;
+// Pieces of 8, 16 and 32 KB are 2, 3 and 6 chunks.
+inline constexpr int kCopyStages = 3;
+inline constexpr int kCopyStageBytes = 5632;
 
 inline constexpr int kThreads = 384;
 // Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS gives
@@ -59,10 +61,6 @@ struct GemmConfig {
       cutlass::epilogue::TmaWarpSpecializedCooperative, Fusion>::CollectiveOp;
 
   using Ring = CopyRing<kCopyStages, kCopyStageBytes, kTest>;
-  struct HandOff {
-    uint64_t full[2];
-    uint64_t empty[2];
-  };
   static constexpr int kOtherBytes = static_cast<int>(
       sizeof(typename Epilogue::SharedStorage) + sizeof(typename Ring::Storage) + 1024);
 
@@ -81,10 +79,11 @@ struct GemmConfig {
     alignas(16) typename Mainloop::PipelineStorage mainloop_pipeline;
     alignas(16) typename Epilogue::PipelineStorage epilogue_pipeline;
     typename Ring::Storage ring;
-    alignas(16) HandOff hand_off;
+    alignas(16) HandOffStorage hand_off;
     RankShared rank;
   };
-  static_assert(sizeof(Shared) <= kSharedBytes);
+  // The rest is for the parameters of a world (WorldKernel).
+  static_assert(sizeof(Shared) + 1024 <= kSharedBytes);
 };
 
 enum class WarpRole { kProducer, kCommunicator, kPublisher, kIdle, kConsumer };

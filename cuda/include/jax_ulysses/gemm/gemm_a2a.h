@@ -15,56 +15,20 @@ namespace jax_ulysses {
 template <class C>
 struct GemmA2aParams {
   RankCall call;
-  PullArgs pull;
+  PullArgs args;
   int32_t depth = 0;  // D: columns of x
   typename C::Mainloop::Params operands;
   typename C::Epilogue::Params to_slot[kMaxSlots][kMaxFusedSegments];
   typename C::Epilogue::Params to_output[kMaxFusedSegments];  // own block, if own_in_place
 };
 
-// Hands tiles from the warp that stored them to the warp that raises their flags, so that the
-// release's fence does not hold up the epilogue. A ring of two with back-pressure.
 template <class C>
-class TileHandOff {
- public:
-  JU_D TileHandOff(typename C::HandOff& barriers, const TestHooks& hooks)
-      : barriers_(barriers), removed_(TestHooks::Removed<C::kTest>(hooks, kEdgeHandOff)) {}
-  JU_D static void Init(typename C::HandOff& barriers) {
-    for (int i = 0; i < 2; ++i) {
-      ptx::BarrierInit(&barriers.full[i], 1);
-      ptx::BarrierInit(&barriers.empty[i], 1);
-    }
-  }
-  // The whole storing warp; its stores are complete.
-  JU_D void Give() {
-    if (count_ >= 2 && !removed_) ptx::BarrierWait(&barriers_.empty[count_ & 1], ((count_ >> 1) - 1) & 1);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&barriers_.full[count_ & 1]);
-    ++count_;
-  }
-  // The whole publishing warp.
-  JU_D void Take() {
-    if (!removed_) ptx::BarrierWait(&barriers_.full[count_ & 1], (count_ >> 1) & 1);
-  }
-  JU_D void TakeDone() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&barriers_.empty[count_ & 1]);
-    ++count_;
-  }
-
- private:
-  typename C::HandOff& barriers_;
-  const bool removed_;
-  uint32_t count_ = 0;
-};
-
-template <class C>
-JU_D void GemmA2aRank(const GemmA2aParams<C>& p, int32_t cta, char* shared_bytes) {
+JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const PullArgs& pull, int32_t cta,
+                      char* shared_bytes) {
   using Protocol = KernelProtocol<C::kTest>;
   auto& shared = *reinterpret_cast<typename C::Shared*>(shared_bytes);
-  const RankCall& call = p.call;
-  const Geometry& g = p.pull.geometry;
-  const TileOrder& order = p.pull.order;
+  const Geometry& g = pull.geometry;
+  const TileOrder& order = pull.order;
   if constexpr (C::kTest) {
     if (call.hooks.absent) return;
   }
@@ -75,7 +39,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, int32_t cta, char* shared_bytes
   BeginRank<C::kTest>(call, shared.rank);
   if (threadIdx.x == 0) {
     C::Ring::Init(shared.ring);
-    TileHandOff<C>::Init(shared.hand_off);
+    HandOff<C::kTest>::Init(shared.hand_off);
     ptx::BarrierInitFence();
   }
   GemmPipelines<C> pipelines(shared);
@@ -85,13 +49,14 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, int32_t cta, char* shared_bytes
   const bool run = !shared.rank.aborted;
   // Whether a tile goes straight into the output.
   auto in_place = [&](const TileOrder::Tile& tile) {
-    return tile.dest == g.rank && !PullOrder::OwnInSlot(g, tile.seg, p.pull.own_in_place);
+    return tile.dest == g.rank && !PullOrder::OwnInSlot(g, tile.seg, pull.own_in_place);
   };
   if (role == WarpRole::kConsumer) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<C> consumer(pipelines, shared);
     Protocol protocol(call.info);
-    TileHandOff<C> hand_off(shared.hand_off, call.hooks);
+    HandOff<C::kTest> hand_off(shared.hand_off,
+                               TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
     const int64_t slot = call.communicate ? protocol.slot_index() : 0;
     bool credit = !call.communicate;
     for (int32_t i = cta; run && i < order.num_tiles; i += call.ctas) {
@@ -125,7 +90,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, int32_t cta, char* shared_bytes
         } else {
           ptx::BulkWait<0>();
         }
-        hand_off.Give();
+        hand_off.Give(0);
       }
     }
     ptx::BulkWait<0>();
@@ -145,12 +110,13 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, int32_t cta, char* shared_bytes
       const int32_t worker = (cta * call.comm_ctas + call.ctas - 1) / call.ctas;
       if (worker * call.ctas / call.comm_ctas == cta && worker < call.comm_ctas) {
         typename C::Ring ring(shared.ring, call.hooks);
-        PullWork<C::kTest, Protocol> pull(p.pull, protocol, call.hooks, worker, call.comm_ctas);
-        ring.Run(pull);
+        PullWork<C::kTest, Protocol> pieces(pull, protocol, call.hooks, worker, call.comm_ctas);
+        ring.Run(pieces);
       }
     } else if (run && call.communicate && role == WarpRole::kPublisher) {
       Protocol protocol(call.info);
-      TileHandOff<C> hand_off(shared.hand_off, call.hooks);
+      HandOff<C::kTest> hand_off(shared.hand_off,
+                               TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
       for (int32_t i = cta; i < order.num_tiles; i += call.ctas) {
         const TileOrder::Tile tile = order.At(g, i);
         if (in_place(tile)) continue;

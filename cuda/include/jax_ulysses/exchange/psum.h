@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// A one-shot all-reduce over the heap, for ranks that share a GPU (where NCCL refuses) and for
+// small vectors: every rank sends its vector to all, and each adds the P vectors in rank order.
+#ifndef JAX_ULYSSES_EXCHANGE_PSUM_H_
+#define JAX_ULYSSES_EXCHANGE_PSUM_H_
+
+#include "jax_ulysses/exchange/exchange.h"
+
+namespace jax_ulysses {
+
+struct PsumArgs {
+  const char* in = nullptr;
+  char* out = nullptr;
+  int64_t bytes = 0;
+  int32_t piece_bytes = 0;  // a multiple of 16; one flag a piece
+  int32_t bulk = 0;
+  SumType type = SumType::kF32;
+  int32_t num_ranks = 1;
+  int32_t rank = 0;
+
+  JU_HD constexpr int32_t num_pieces() const {
+    return static_cast<int32_t>(CeilDiv(bytes, piece_bytes));
+  }
+  JU_HD constexpr int64_t stride() const { return RoundUp(bytes, 16); }  // of a vector in a slot
+};
+
+}  // namespace jax_ulysses
+
+#if defined(__CUDACC__)
+
+namespace jax_ulysses {
+
+template <class Protocol>
+class PsumPush {
+ public:
+  static constexpr bool kSignals = true;
+  JU_D PsumPush(const PsumArgs& args, Protocol& protocol, int32_t worker, int32_t workers)
+      : args_(args), protocol_(protocol), item_(worker - workers), stride_(workers) {}
+
+  JU_D bool Next(Strip& strip) {
+    item_ += stride_;
+    if (item_ >= (args_.num_ranks - 1) * args_.num_pieces()) return false;
+    const int64_t begin = static_cast<int64_t>(item_ % args_.num_pieces()) * args_.piece_bytes;
+    strip.source = args_.in + begin;
+    strip.dest = protocol_.Slot(Dest(item_)) + args_.rank * args_.stride() + begin;
+    const int64_t left = args_.bytes - begin;
+    strip.rows = 1;
+    strip.row_bytes =
+        left < args_.piece_bytes ? static_cast<int32_t>(left) : args_.piece_bytes;
+    strip.signal = item_;
+    strip.remote = true;
+    return true;
+  }
+  // Edge "tile" (a piece): acquired by PsumAdd of the destination.
+  JU_D void Signal(int32_t item) { protocol_.PublishTile(Dest(item), item % args_.num_pieces()); }
+
+ private:
+  JU_D int32_t Dest(int32_t item) const {
+    return (args_.rank + 1 + item / args_.num_pieces()) % args_.num_ranks;
+  }
+  const PsumArgs& args_;
+  Protocol& protocol_;
+  int32_t item_;
+  const int32_t stride_;
+};
+
+template <class Protocol>
+JU_D void PsumAdd(const PsumArgs& args, Protocol& protocol, int32_t worker, int32_t workers) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t size = args.type == SumType::kF32 ? 4 : 2;
+  for (int32_t piece = worker; piece < args.num_pieces(); piece += workers) {
+    bool ok = true;
+    for (int32_t r = lane; r < args.num_ranks; r += 32) {
+      if (r != args.rank) ok = protocol.WaitTile(r, piece) && ok;
+    }
+    if (!__all_sync(~0u, ok)) return;
+    const int64_t begin = static_cast<int64_t>(piece) * args.piece_bytes / size;
+    const int64_t stop = static_cast<int64_t>(piece + 1) * args.piece_bytes;
+    const int64_t end = (stop < args.bytes ? stop : args.bytes) / size;
+    for (int64_t i = begin + lane; i < end; i += 32) {
+      float sum = 0;
+      for (int32_t r = 0; r < args.num_ranks; ++r) {
+        const char* vector =
+            r == args.rank ? args.in : protocol.Slot(args.rank) + r * args.stride();
+        sum += LoadAsFloat(vector, i, args.type);
+      }
+      StoreFloat(args.out, i, args.type, sum);
+    }
+  }
+}
+
+}  // namespace jax_ulysses
+#endif  // __CUDACC__
+
+#endif  // JAX_ULYSSES_EXCHANGE_PSUM_H_

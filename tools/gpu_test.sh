@@ -1,0 +1,52 @@
+#!/bin/sh
+# SPDX-License-Identifier: Apache-2.0
+# Builds and runs the GPU tests of the kernels (all ranks on one GPU; an H100 or H200). Every
+# program has a time limit. Usage: tools/gpu_test.sh [quick|full|bench] [build folder]
+set -u
+what=${1:-quick}
+build=${2:-build/gpu}
+root=$(cd "$(dirname "$0")/.." && pwd)
+if [ ! -x "$build/fused_test" ]; then
+  cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DJAX_ULYSSES_CUDA=ON \
+    -DJAX_ULYSSES_GPU_TESTS=ON ${JAX_ULYSSES_CUTLASS_INCLUDE:+-DJAX_ULYSSES_CUTLASS_INCLUDE="$JAX_ULYSSES_CUTLASS_INCLUDE"} &&
+    cmake --build "$build" --target fused_test exchange_test fused_bench || exit 1
+fi
+failed=0
+run() {
+  limit=$1
+  shift
+  echo "== $*"
+  timeout "$limit" "$@" || { failed=$((failed + 1)); echo "== failed: $*"; }
+}
+sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
+case $what in
+quick)
+  run 120 "$build/fused_test" check
+  run 60 "$build/exchange_test" check
+  run 60 "$build/fused_test" stress 100
+  run 60 "$build/fused_test" faults
+  ;;
+full)
+  run 180 "$build/fused_test" check
+  run 60 "$build/exchange_test" check
+  run 60 "$build/exchange_test" stress 100
+  run 180 "$build/fused_test" stress 2000
+  run 60 "$build/fused_test" graph
+  run 120 "$build/fused_test" streams 1000
+  run 60 "$build/fused_test" faults
+  run 180 "$build/fused_test" negative 100
+  for tool in memcheck racecheck synccheck; do
+    run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/fused_test" small
+    run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/exchange_test" small
+  done
+  ;;
+bench)
+  run 300 "$build/fused_bench" 50
+  ;;
+*)
+  echo "unknown: $what" >&2
+  exit 2
+  ;;
+esac
+echo "gpu_test $what: $failed failed"
+[ "$failed" -eq 0 ]
