@@ -17,6 +17,7 @@ LONG_FILES: dict[str, str] = {
         "one state machine: each release is read beside the wait it pairs with"
     ),
     "ffi/group.cc": "registry, faults and their texts share one lock",
+    "ffi/targets.py": "three wrappers and their result types, mostly docstrings",
     "jax_ulysses/api.py": "six operators, mostly docstrings, over two helpers",
     "jax_ulysses/attention.py": "one function, a third of it docstrings",
     "models/attention.py": "one module class, a third of it docstrings",
@@ -28,6 +29,7 @@ LONG_FILES: dict[str, str] = {
     "cuda/tests/operators_test.cc": "cases of one operator set over one fixture",
     "cuda/tests/world.h": "one simulated world with its faults and delays",
     "tests/ffi/test_groups.py": "cases over one fixture",
+    "tests/ffi/test_values.py": "cases over one fixture",
     "tests/helpers/oracle.py": "one oracle, forward beside its gradients",
     "tests/operators/test_fuzz.py": "generators of both searches share their shapes",
     "tests/operators/test_projections.py": "cases over one oracle",
