@@ -13,13 +13,13 @@ N      query heads                    P      ranks on the context-parallel axis
 ====== ============================== ====== ==================================
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import jax
 from jaxtyping import Float, Num, Shaped
 
 type Array = jax.Array
-type AxisName = Hashable | Sequence[Hashable]
+type AxisName = str | Sequence[str]
 
 # Sequence shards hold T tokens of all heads, head shards hold S tokens of some.
 type SequenceShard = Shaped[Array, "B T N H"]

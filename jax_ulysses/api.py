@@ -126,7 +126,7 @@ def qkv_proj_a2a(
     axes, num_ranks = _enter("qkv_proj_a2a", axis_name)
     spec.check_query_heads(num_heads, num_kv_heads, num_ranks)
     heads = (num_heads, num_kv_heads, num_kv_heads)
-    return _proj_a2a(
+    q, k, v = _proj_a2a(
         "qkv_proj_a2a",
         "w_qkv",
         x,
@@ -139,6 +139,7 @@ def qkv_proj_a2a(
         token_order,
         implementation,
     )
+    return q, k, v
 
 
 def q_proj_a2a(

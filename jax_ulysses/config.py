@@ -4,7 +4,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 @dataclasses.dataclass
@@ -52,7 +52,7 @@ config = _from_environment()
 
 
 @contextlib.contextmanager
-def settings(**overrides) -> Iterator[Config]:
+def settings(**overrides) -> Generator[Config]:
     """Changes settings inside a ``with`` block.
 
     Args:

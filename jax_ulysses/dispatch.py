@@ -68,7 +68,9 @@ def available_implementations() -> tuple[str, ...]:
     return tuple(_BACKENDS)
 
 
-def normalise(implementation: Implementation) -> tuple[str, ...] | None:
+def normalise(
+    implementation: str | Sequence[str] | None,
+) -> tuple[str, ...] | None:
     """Checks an ``implementation`` argument and makes it hashable.
 
     Raises:

@@ -8,6 +8,7 @@ single-device attention works there. The default is
 
 import inspect
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def local_attention(
     local_window_size: tuple[int, int] | None = None,
     mask: Array | None = None,
     sinks: Array | None = None,
-    implementation: str | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Array:
     """Attention over a full sequence, for the heads of one rank.
 
@@ -44,10 +45,10 @@ def local_attention(
     Returns:
       [B, S, n, H].
     """
-    sees, bias = mask, None
+    sees, bias, allowed = mask, None, None
     if mask is not None or sinks is not None:
         allowed = _explicit_mask(query, key, mask, is_causal, local_window_size)
-    if sinks is not None:
+    if sinks is not None and allowed is not None:
         # A key and value of zero behind the others, whose logit is the sink. (Scaling
         # the result by the softmax's residual would be cheaper, but JAX gives that
         # residual no gradient.)
@@ -68,7 +69,7 @@ def local_attention(
         local_window_size=local_window_size,
         implementation=implementation,
     )
-    if mask is not None:
+    if mask is not None and allowed is not None:
         sees_any = jnp.any(allowed, axis=-1)  # [B|1, n|1, S]
         sees_any = jnp.moveaxis(sees_any, 1, 2)[..., None]
         out = jnp.where(sees_any, out, jnp.zeros((), out.dtype))

@@ -41,7 +41,7 @@ def self_test() -> list[dict[str, Any]]:
 
 
 def _run(name, check, mesh, num_ranks) -> dict[str, Any]:
-    row = {
+    row: dict[str, Any] = {
         "implementation": name,
         "check": f"{check.__doc__.rstrip('.')} on {num_ranks} devices",
         "detail": None,
