@@ -68,7 +68,6 @@ def test_window_reaches_across_ranks_and_ends(implementation):
 @pytest.mark.parametrize("causal", [True, False])
 def test_segments_do_not_see_each_other(causal, implementation):
     """Ids differ between rows and reach over rank borders; they are sharded inputs."""
-    implementation.avoid_gathers({"per token": None})
     w = world("dp2cp4-explicit")
     case = LayerCase(segments=True, causal=causal)
     name, ids = implementation.on(w), case.tokens()["segment_ids"]
@@ -83,7 +82,6 @@ def test_segments_do_not_see_each_other(causal, implementation):
 @pytest.mark.user_case(13, 28)
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_does_not_leak(causal, implementation):
-    implementation.avoid_gathers({"per token": None})
     w = world("dp2cp4-explicit")
     case = LayerCase(padding=True, causal=causal)
     name, real = implementation.on(w), case.tokens()["padding_mask"]
@@ -101,7 +99,6 @@ def test_padding_does_not_leak(causal, implementation):
 @pytest.mark.parametrize("features", [{}, {"sinks": True}, {"joint": 3}, {"window": 4}])
 def test_padded_equals_unpadded(features, implementation):
     """Non-causal, so every real token would feel a leaking key."""
-    implementation.avoid_gathers({"per token": None})
     w = world("cp4")
     name = implementation.on(w)
     short = LayerCase(length=12, causal=False, **features)
@@ -120,7 +117,6 @@ def test_padded_equals_unpadded(features, implementation):
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_and_ranks_without_a_real_token(causal, sinks, implementation):
     """All padding on one rank and in one row: zeros, and finite gradients."""
-    implementation.avoid_gathers({"per token": None})
     w = world("cp4")
     case = LayerCase(padding=True, causal=causal, sinks=sinks)
 
@@ -140,7 +136,6 @@ def test_rows_and_ranks_without_a_real_token(causal, sinks, implementation):
 
 
 def test_joint_keys_are_seen_by_every_token(implementation):
-    implementation.avoid_gathers({"per token": None})
     w = world("cp4")
     name = implementation.on(w)
     case = LayerCase(joint=3, window=2, segments=True)

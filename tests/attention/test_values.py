@@ -50,7 +50,6 @@ FEATURES = {
 @pytest.mark.parametrize("key", FEATURES)
 def test_features(key, implementation):
     w, case = world("dp2cp4-explicit"), LayerCase(**FEATURES[key])
-    implementation.avoid_gathers(case.tokens())
     case.check(w, implementation.on(w))
     implementation.assert_took("a2a_out_proj", "a2a_out_proj.backward")
 
@@ -59,7 +58,6 @@ def test_features(key, implementation):
 @pytest.mark.parametrize("key", ["causal", "positions", "cross", "everything"])
 def test_zigzag_means_the_same(key, implementation):
     w, case = world("dp2cp4-auto"), LayerCase(zigzag=True, **FEATURES[key])
-    implementation.avoid_gathers(case.tokens())
     case.check(w, implementation.on(w))
 
 
@@ -103,7 +101,6 @@ def test_window_as_a_pair(implementation):
 def test_default_positions_are_global(zigzag, implementation):
     w = world("cp4")
     case = LayerCase(zigzag=zigzag)
-    implementation.avoid_gathers({"positions": None})
     name = implementation.on(w)
     default = case.run(w, name)
     x, params, _, context = case.operands(4)

@@ -47,16 +47,6 @@ class Implementation:
             self._mesh = key
         return self.name
 
-    def avoid_gathers(self, tokens) -> None:
-        """Skips where per-token inputs would be gathered beside an exchange on CPUs.
-
-        XLA:CPU runs the two at once, in another order on each device, and on few
-        threads: both then wait for ever. The side inputs do not depend on the
-        implementation, so ``xla`` shows all there is to show.
-        """
-        if tokens and self.name == "host":
-            pytest.skip("XLA:CPU's all-gather and a waiting exchange block each other")
-
     def close(self) -> None:
         """Ends what ``on`` began."""
         if self._mesh is not None:
