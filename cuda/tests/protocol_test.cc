@@ -9,11 +9,10 @@ namespace {
 
 using Misbehave = WorldOptions::Misbehave;
 
+constexpr long kEpochs = 10000;
 #if defined(__SANITIZE_THREAD__)
-constexpr long kEpochs = 1500;
 constexpr long kShortEpochs = 150;
 #else
-constexpr long kEpochs = 10000;
 constexpr long kShortEpochs = 400;
 #endif
 
