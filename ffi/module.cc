@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The extension module: groups, and the handlers as capsules. Nothing here needs XLA at run time.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -210,6 +211,10 @@ NB_MODULE(_targets, m) {
         "num_ranks"_a, "token_order"_a, "batch"_a, "local_tokens"_a, "width"_a, "dtype"_a,
         "element_bytes"_a, "w_transposed"_a, "want_gathered"_a, "slot_bytes"_a, "num_slots"_a,
         "sm_budget"_a, "None, or why the CUDA kernels cannot run a call of these shapes.");
+#if defined(JAX_ULYSSES_HAS_CUDA)
+  m.def("device_memory", &jax_ulysses::cuda::DeviceMemoryInfo, "device"_a, Unlocked(),
+        "Free and total bytes of a CUDA device.");
+#endif
   m.def("registrations", &jax_ulysses::Registrations, "platform"_a = "cpu",
         "FFI target name -> capsule of its handler.");
   m.def("build_info", &jax_ulysses::BuildInfo, "How this module was built.");

@@ -12,7 +12,7 @@ and lowering need no group and no GPU.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -27,6 +27,8 @@ group_destroy = _targets.group_destroy
 group_info = _targets.group_info
 inject_fault = _targets.inject_fault
 can_implement = _targets.can_implement
+# Only in builds with kernels.
+device_memory = getattr(_targets, "device_memory", None)
 build_info = _targets.build_info
 
 EXCHANGE = "jax_ulysses.exchange.v1"
@@ -35,6 +37,9 @@ A2A_GEMM = "jax_ulysses.a2a_gemm.v1"
 
 SCATTER = 0
 GATHER = 1
+
+# A function of arrays to one that does the same in some other way.
+type Around = Callable[[Callable[..., tuple[jax.Array, ...]]], Callable]
 
 _lock = threading.Lock()
 
@@ -87,6 +92,7 @@ def exchange(
     token_order: int = 0,
     sum_replicas: bool = False,
     varying_axes: Sequence[str] = (),
+    around: Around | None = None,
 ) -> tuple[jax.Array, ...]:
     """One all-to-all for all segments.
 
@@ -101,6 +107,7 @@ def exchange(
       sum_replicas: when gathering, sum the copies of a replicated head (in float32,
         rounded once) instead of taking the first.
       varying_axes: mesh axes over which the results vary besides those of operands.
+      around: applied to the function that makes the call, and nothing else.
 
     Returns:
       Per segment the other of the two shapes.
@@ -115,15 +122,12 @@ def exchange(
     else:
         shapes = [(batch, tokens // num_ranks, m, head_dim) for m in heads]
     results = [_result(s, parts, varying_axes) for s in shapes]
-    return tuple(
-        jax.ffi.ffi_call(EXCHANGE, results)(
-            _rank(axis_name),
-            *parts,
-            **_attributes(group, token_order, heads),
-            direction=np.int64(direction),
-            sum_replicas=np.int64(sum_replicas),
-        )
+    attributes = dict(
+        **_attributes(group, token_order, heads),
+        direction=np.int64(direction),
+        sum_replicas=np.int64(sum_replicas),
     )
+    return _call(EXCHANGE, results, attributes, around, _rank(axis_name), *parts)
 
 
 def gemm_a2a(
@@ -139,6 +143,7 @@ def gemm_a2a(
     token_order: int = 0,
     w_transposed: bool = False,
     varying_axes: Sequence[str] = (),
+    around: Around | None = None,
 ) -> tuple[jax.Array, ...]:
     """Projects a sequence shard and scatters the heads: x @ w + bias, then all-to-all.
 
@@ -154,6 +159,7 @@ def gemm_a2a(
       token_order: 0 contiguous, 1 zigzag.
       w_transposed: how w is stored.
       varying_axes: mesh axes over which the results vary besides those of operands.
+      around: applied to the function that makes the call, and nothing else.
 
     Returns:
       Per segment [B, S, local, H] of x's dtype.
@@ -168,15 +174,12 @@ def gemm_a2a(
         )
         for m in heads
     ]
-    return tuple(
-        jax.ffi.ffi_call(GEMM_A2A, results)(
-            _rank(axis_name),
-            *operands,
-            **_attributes(group, token_order, heads),
-            head_dim=np.int64(head_dim),
-            w_transposed=np.int64(w_transposed),
-        )
+    attributes = dict(
+        **_attributes(group, token_order, heads),
+        head_dim=np.int64(head_dim),
+        w_transposed=np.int64(w_transposed),
     )
+    return _call(GEMM_A2A, results, attributes, around, _rank(axis_name), *operands)
 
 
 def a2a_gemm(
@@ -192,6 +195,7 @@ def a2a_gemm(
     w_transposed: bool = False,
     want_gathered: bool = True,
     varying_axes: Sequence[str] = (),
+    around: Around | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Gathers head shards and projects them: all-to-all, then g @ w + bias.
 
@@ -207,6 +211,7 @@ def a2a_gemm(
       w_transposed: how w is stored.
       want_gathered: whether g is a result, or an empty array in its place.
       varying_axes: mesh axes over which the results vary besides those of operands.
+      around: applied to the function that makes the call, and nothing else.
 
     Returns:
       y [B, T, D], and what it was made from, g [B, T, C]. The copies of a replicated
@@ -223,14 +228,22 @@ def a2a_gemm(
             varying_axes,
         ),
     ]
-    y, gathered = jax.ffi.ffi_call(A2A_GEMM, results)(
-        _rank(axis_name),
-        *operands,
+    attributes = dict(
         **_attributes(group, token_order, heads),
         w_transposed=np.int64(w_transposed),
         want_gathered=np.int64(want_gathered),
     )
+    y, gathered = _call(
+        A2A_GEMM, results, attributes, around, _rank(axis_name), *operands
+    )
     return y, gathered
+
+
+def _call(target, results, attributes, around, *operands):
+    def call(*operands):
+        return tuple(jax.ffi.ffi_call(target, results)(*operands, **attributes))
+
+    return (call if around is None else around(call))(*operands)
 
 
 def _attributes(group, token_order, heads):

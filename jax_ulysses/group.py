@@ -6,9 +6,11 @@ every line of the mesh along the axis. Implementations that need no peers (``xla
 work without it.
 """
 
+import contextlib
 import dataclasses
 import math
 import threading
+from collections.abc import Iterator
 
 import jax
 from jax.sharding import Mesh
@@ -149,6 +151,27 @@ def finalize() -> None:
                 on_gpu = on_gpu or group.report.platform == "cuda"
         if on_gpu:
             jax.clear_caches()
+
+
+@contextlib.contextmanager
+def registered(axes: tuple[str, ...], group: Group) -> Iterator[None]:
+    """Puts a group that was made elsewhere in place inside a ``with`` block.
+
+    Raises:
+      RuntimeError: there is one along these axes.
+    """
+    with _lock:
+        if axes in _groups:
+            raise RuntimeError(
+                f"a group along {describe_axes(axes)} exists: call "
+                "jax_ulysses.finalize() first"
+            )
+        _groups[axes] = group
+    try:
+        yield
+    finally:
+        with _lock:
+            del _groups[axes]
 
 
 def find(axes: tuple[str, ...]) -> Group:

@@ -65,7 +65,7 @@ class Plan:
 
 
 _sessions = itertools.count(1)
-_watchdog: Watchdog | None = None
+_watchdog = Watchdog()
 
 
 def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str]]:
@@ -96,8 +96,7 @@ def destroy(session: int, plan: Plan) -> None:
     if targets.group_info(session)["platform"] == "cpu":
         targets.group_destroy(session)
         return
-    if _watchdog is not None:
-        _watchdog.forget(session)
+    _watchdog.forget(session)
     # Nobody may free a heap while another process still maps it.
     targets.group_close(session)
     rendezvous = Rendezvous(plan.mesh, f"finalize {plan.axes}")
@@ -133,7 +132,6 @@ def _create_host(plan: Plan) -> tuple[str | None, int | None]:
 
 def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
     """Two steps, each of which succeeds in all processes or in none."""
-    global _watchdog
     if not plan.members:
         return "this process has no device in the mesh", None
     rendezvous = Rendezvous(plan.mesh, f"initialize {plan.axes}")
@@ -183,9 +181,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
                 return str(error), None
             raise RuntimeError(f"jax_ulysses.initialize: {error}") from error.__cause__
         raise
-    if _watchdog is None:
-        _watchdog = Watchdog(targets.group_info)
-    _watchdog.watch(session)
+    _watchdog.watch(session, targets.group_info)
     return None, session
 
 

@@ -48,46 +48,44 @@ class _Native:
             return f"multiplies {GEMM_DTYPES}, not {request.dtype}"
         return None
 
-    def _call(self, function, *operands):
-        return function(*operands)
+    def _around(self):
+        """What goes around the FFI call itself."""
+        return None
+
+    def _routing(self, ex: HeadExchange) -> dict[str, Any]:
+        return {
+            "group": group.find(ex.axis_name).session,
+            "axis_name": ex.axis_name,
+            "heads": ex.heads,
+            "num_ranks": ex.num_ranks,
+            "token_order": int(ex.token_order is TokenOrder.ZIGZAG),
+            "around": self._around(),
+        }
 
     def scatter(self, ex: HeadExchange, parts: tuple[Array, ...]):
         """See ``reference.scatter``."""
         targets = _targets()
-        return self._call(
-            lambda parts: targets.exchange(
-                parts, direction=targets.SCATTER, **_routing(ex)
-            ),
-            parts,
-        )
+        return targets.exchange(parts, direction=targets.SCATTER, **self._routing(ex))
 
     def gather(self, ex: HeadExchange, parts: tuple[Array, ...], *, sum_replicas=True):
         """See ``reference.gather``."""
         targets = _targets()
-        return self._call(
-            lambda parts: targets.exchange(
-                parts,
-                direction=targets.GATHER,
-                sum_replicas=sum_replicas,
-                **_routing(ex),
-            ),
+        return targets.exchange(
             parts,
+            direction=targets.GATHER,
+            sum_replicas=sum_replicas,
+            **self._routing(ex),
         )
 
     def gemm_a2a(self, ex: HeadExchange, x, w, bias, *, w_transposed: bool):
         """See ``reference.gemm_a2a``."""
-        return self._call(
-            lambda x, w, bias: _targets().gemm_a2a(
-                x,
-                w,
-                bias,
-                head_dim=ex.head_dim,
-                w_transposed=w_transposed,
-                **_routing(ex),
-            ),
+        return _targets().gemm_a2a(
             x,
             w,
             bias,
+            head_dim=ex.head_dim,
+            w_transposed=w_transposed,
+            **self._routing(ex),
         )
 
     def a2a_gemm(
@@ -101,18 +99,13 @@ class _Native:
         want_gathered: bool = True,
     ):
         """See ``reference.a2a_gemm``; g is empty unless ``want_gathered``."""
-        return self._call(
-            lambda parts, w, bias: _targets().a2a_gemm(
-                parts,
-                w,
-                bias,
-                w_transposed=w_transposed,
-                want_gathered=want_gathered,
-                **_routing(ex),
-            ),
+        return _targets().a2a_gemm(
             parts,
             w,
             bias,
+            w_transposed=w_transposed,
+            want_gathered=want_gathered,
+            **self._routing(ex),
         )
 
 
@@ -128,15 +121,15 @@ class _Cuda(_Native):
             **description(request),
         )
 
-    def _call(self, function, *operands):
+    def _around(self):
         if not config.collective_calls:
-            return function(*operands)
+            return None
         # XLA's async collectives must not run beside a kernel that waits for its peers.
+        # It recognises a call alone: what prepares the operands stays outside.
         return compute_on(
-            function,
             compute_type="gpu_stream:collective",
             out_memory_spaces=jax.memory.Space.Device,
-        )(*operands)
+        )
 
 
 def description(request: Request) -> dict[str, Any]:
@@ -165,16 +158,6 @@ def description(request: Request) -> dict[str, Any]:
         "element_bytes": jnp.dtype(request.dtype).itemsize,
         "w_transposed": request.w_transposed,
         "want_gathered": request.want_gathered,
-    }
-
-
-def _routing(ex: HeadExchange) -> dict[str, Any]:
-    return {
-        "group": group.find(ex.axis_name).session,
-        "axis_name": ex.axis_name,
-        "heads": ex.heads,
-        "num_ranks": ex.num_ranks,
-        "token_order": int(ex.token_order is TokenOrder.ZIGZAG),
     }
 
 

@@ -19,6 +19,10 @@ from jax.sharding import Mesh
 TIMEOUT_S = 120.0
 
 
+# How often this process has met others for a purpose. Equal in all of them.
+_count: collections.Counter[str] = collections.Counter()
+
+
 class PeerFailure(RuntimeError):
     """Another process, or this one, could not do its part.
 
@@ -46,8 +50,6 @@ class Rendezvous:
       processes: process indices of the mesh, ascending.
     """
 
-    _count: collections.Counter[str] = collections.Counter()
-
     def __init__(self, mesh: Mesh, topic: str, timeout_s: float = TIMEOUT_S):
         self.processes = sorted({d.process_index for d in mesh.devices.flat})
         self._me = jax.process_index()
@@ -58,8 +60,8 @@ class Rendezvous:
             return
         ids = [d.id for d in mesh.devices.flat]
         name = hashlib.sha256(repr((ids, mesh.axis_names, topic)).encode()).hexdigest()
-        number = self._count[name]
-        self._count[name] += 1
+        number = _count[name]
+        _count[name] += 1
         self._prefix = f"jax_ulysses/{name[:16]}/{number}"
 
     def exchange(self, produce: Callable[[], Any]) -> list[Any]:

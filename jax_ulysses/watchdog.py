@@ -16,24 +16,24 @@ PERIOD_S = 0.1
 
 
 class Watchdog:
-    """One daemon thread for all groups, alive while there is one to watch.
+    """One daemon thread for all groups, alive while there is one to watch."""
 
-    Args:
-      info: session -> the extension module's description of the group, which looks
-        into the mailboxes.
-    """
-
-    def __init__(self, info: Callable[[int], dict]):
-        self._info = info
-        self._sessions: dict[int, set[str]] = {}
+    def __init__(self):
+        self._sessions: dict[int, tuple[Callable[[int], dict], set[str]]] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, session: int) -> None:
-        """Starts to look after a session."""
+    def watch(self, session: int, info: Callable[[int], dict]) -> None:
+        """Starts to look after a session.
+
+        Args:
+          session: its id.
+          info: the extension module's description of a session, which looks into
+            the mailboxes.
+        """
         with self._lock:
-            self._sessions[session] = set()
+            self._sessions[session] = (info, set())
             if self._thread is None:
                 self._wake.clear()
                 self._thread = threading.Thread(
@@ -61,7 +61,8 @@ class Watchdog:
                     self._look(session)
 
     def _look(self, session: int) -> None:
-        for text in self._info(session)["closed"]:
-            if text and text not in self._sessions[session]:
-                self._sessions[session].add(text)
+        info, said = self._sessions[session]
+        for text in info(session)["closed"]:
+            if text and text not in said:
+                said.add(text)
                 _logger.error("%s", text)

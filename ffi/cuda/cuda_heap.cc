@@ -238,6 +238,13 @@ class CudaHeap final : public SymmetricHeap {
 
 }  // namespace
 
+std::pair<int64_t, int64_t> DeviceMemoryInfo(int device) {
+  const DeviceScope scope(device);
+  size_t free_bytes = 0, total_bytes = 0;
+  Check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  return {static_cast<int64_t>(free_bytes), static_cast<int64_t>(total_bytes)};
+}
+
 std::unique_ptr<SymmetricHeap> MakeHeap(const HeapLayout& layout, int64_t deadline_ms,
                                         uint32_t start_epoch, const std::vector<Member>& members) {
   return std::make_unique<CudaHeap>(layout, deadline_ms, start_epoch, members);

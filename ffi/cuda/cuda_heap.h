@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "heap.h"
@@ -18,6 +19,9 @@ namespace jax_ulysses::cuda {
 // std::runtime_error with the sizes when memory is refused.
 std::unique_ptr<SymmetricHeap> MakeHeap(const HeapLayout& layout, int64_t deadline_ms,
                                         uint32_t start_epoch, const std::vector<Member>& members);
+
+// Free and total bytes of a device.
+std::pair<int64_t, int64_t> DeviceMemoryInfo(int device);
 
 }  // namespace jax_ulysses::cuda
 

@@ -49,7 +49,7 @@ def _run(world, x):
         (dict(num_slots=1), "num_slots is 1"),
         (dict(slot_bytes=-1), "slot_bytes is negative"),
         (dict(deadline_ms=-1), "deadline_ms is negative"),
-        (dict(platform="cuda"), "platform 'cuda' is not built"),
+        (dict(platform="tpu"), "platform 'tpu' is not built"),
         (dict(members=[(0, 0, 0), (1, 0, 0)], num_ranks=2), "rank 0 twice"),
         (dict(members=[(0, 0, 0), (0, 0, 1)], num_ranks=2), "device 0 appears twice"),
         (dict(members=[(0, 0, 0), (1, 1, 1)], num_ranks=2), "outside 1 lines"),

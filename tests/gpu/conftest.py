@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rig that these tests run on, from the environment.
+
+``JAX_ULYSSES_RIG`` is "ranks" (P processes on one GPU), "devices" (one process with P
+GPUs) or, without it, "cpu": the same code on virtual CPU devices and the host
+implementation, which shows that the tests themselves work. ``JAX_ULYSSES_RANKS`` is P,
+or several of them: "2,4,8". ``make gpu-test RIG=ranks P=4`` sets both.
+``JAX_ULYSSES_RANK_LOGS`` is a folder that keeps what the processes wrote.
+"""
+
+import os
+import pathlib
+
+import pytest
+
+from jax_ulysses.testing import run_ranks
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+_RIGS = {"ranks": "shared", "devices": "devices", "cpu": "cpu"}
+
+RIG = _RIGS[os.environ.get("JAX_ULYSSES_RIG", "cpu")]
+RANKS = [int(p) for p in os.environ.get("JAX_ULYSSES_RANKS", "4").split(",")]
+
+
+class Rig:
+    """Runs functions of this folder on the ranks of the rig."""
+
+    def __init__(self, num_ranks: int):
+        self.name = RIG
+        self.num_ranks = num_ranks
+
+    def run(self, target: str, *args, timeout_s: float = 150.0, **kwargs):
+        """Results of all processes; see ``run_ranks``."""
+        logs = os.environ.get("JAX_ULYSSES_RANK_LOGS")
+        if logs is not None:
+            logs = pathlib.Path(logs) / f"{target.rpartition('.')[2]}-P{self.num_ranks}"
+        return run_ranks(
+            target,
+            self.num_ranks,
+            *args,
+            rig=self.name,
+            timeout_s=timeout_s,
+            paths=[ROOT],
+            log_dir=logs,
+            **kwargs,
+        )
+
+
+@pytest.fixture(scope="session", params=RANKS, ids=lambda p: f"P{p}")
+def rig(request) -> Rig:
+    """Each number of ranks asked for."""
+    return Rig(request.param)
+
+
+@pytest.fixture(scope="session")
+def make_rig():
+    """Rigs of a given number of ranks."""
+    return Rig

@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole lives of groups on ranks: replays, donation, faults, recovery, errors.
+
+Each function runs in the processes of a rig, in all of them alike, raises what a test
+would, and returns what is worth recording. On CPUs the call that meets a fault raises
+at once; on GPUs it ends with NaN, and the next one raises.
+"""
+
+import logging
+import os
+import signal
+import time
+import traceback
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ulysses as ju
+from jax_ulysses import group, heaps
+from jax_ulysses.ffi import targets
+from jax_ulysses.rendezvous import Rendezvous
+from tests.gpu.shards import HEADS, SEQUENCE, all_nan, assert_same_bits, place, run
+from tests.helpers import mapping_oracle
+from tests.helpers.projection_cases import Case
+from tests.helpers.worlds import World
+
+WORKSPACE_BYTES = 32 << 20
+LAYERS = 4
+
+
+def _initialize(rank, axis="cp", mesh=None, **kwargs):
+    kwargs = {"sm_budget": rank.sm_budget, **kwargs}
+    return ju.initialize(mesh or rank.mesh, axis, WORKSPACE_BYTES, **kwargs)
+
+
+def _array(rank, tokens=32, heads=2, head_dim=64, seed=0):
+    shape = (1, tokens * rank.num_ranks, heads * rank.num_ranks, head_dim)
+    x = np.random.default_rng(seed).standard_normal(shape)
+    return x.astype(ml_dtypes.bfloat16)
+
+
+def _scatter(rank):
+    return lambda x: ju.scatter_heads(x, "cp", implementation=rank.implementation)
+
+
+def _layers(rank, heads, head_dim):
+    """Alternating dataflows, each of which depends on the one before."""
+    name = rank.implementation
+
+    def layers(x, w_in, w_out):
+        for _ in range(LAYERS):
+            q = ju.q_proj_a2a(
+                x, w_in, axis_name="cp", num_heads=heads, implementation=name
+            )
+            x = ju.a2a_out_proj(q, w_out, axis_name="cp", implementation=name)
+        return x
+
+    return layers
+
+
+def _layer_operands(rank, d_model=256, head_dim=64, tokens=64):
+    heads = 2 * rank.num_ranks
+    rng = np.random.default_rng(1)
+    scale = 1 / np.sqrt(heads * head_dim)
+    shapes = [(1, tokens * rank.num_ranks, d_model), (d_model, heads * head_dim)]
+    x = rng.standard_normal(shapes[0])
+    w_in = rng.standard_normal(shapes[1]) / np.sqrt(d_model)
+    w_out = rng.standard_normal(shapes[1][::-1]) * scale
+    return heads, head_dim, [a.astype(ml_dtypes.bfloat16) for a in (x, w_in, w_out)]
+
+
+def _calls() -> int:
+    """Handler calls of all groups of this process; replays of graphs not counted."""
+    sessions = [g.session for g in group._groups.values()]
+    return sum(targets.group_info(s)["calls"] for s in sessions)
+
+
+def _replays(rank, collective_calls):
+    """X and -X in turn, 100 times, with other programs in between: the same bits."""
+    heads, head_dim, (x, *weights) = _layer_operands(rank)
+    specs = (SEQUENCE, P(), P())
+    with ju.settings(collective_calls=collective_calls):
+        _initialize(rank)
+        program = jax.jit(
+            jax.shard_map(
+                _layers(rank, heads, head_dim),
+                mesh=rank.mesh,
+                in_specs=specs,
+                out_specs=SEQUENCE,
+            )
+        )
+        placed = [place(rank.mesh, w) for w in weights]
+        inputs = [place(rank.mesh, s * x, SEQUENCE) for s in (1, -1)]
+        first = [
+            np.asarray(s.data) for s in program(inputs[0], *placed).addressable_shards
+        ]
+        assert not any(np.isnan(f.astype(np.float32)).any() for f in first)
+        before = _calls()
+        extra = 0
+        for i in range(101):
+            out = program(inputs[i % 2], *placed)
+            sign = (1, -1)[i % 2]
+            for shard, wanted in zip(out.addressable_shards, first):
+                got = sign * np.asarray(shard.data)
+                assert np.array_equal(got, wanted), f"replay {i} differs"
+            if i % 25 == 24:
+                extra -= _calls()
+                y = _array(rank, seed=i)
+                result = run(rank.mesh, _scatter(rank), (SEQUENCE,), HEADS, y)
+                assert_same_bits(result, mapping_oracle.scatter(y, rank.num_ranks))
+                extra += _calls()
+        calls = _calls() - before - extra
+    per_process = len(first) * 2 * LAYERS
+    return {"runs": 101, "calls_a_run": per_process, "handler_calls": calls}
+
+
+def replays_plain(rank):
+    """Replays of calls that XLA takes for computation."""
+    return _replays(rank, False)
+
+
+def replays_collective(rank):
+    """Replays of calls that XLA takes for collectives."""
+    return _replays(rank, True)
+
+
+def donation(rank):
+    """A donated input whose buffer becomes the output: the same bits as without."""
+    _initialize(rank)
+    heads, head_dim, (x, *weights) = _layer_operands(rank)
+    layers = _layers(rank, heads, head_dim)
+    specs = (SEQUENCE, P(), P())
+    mapped = jax.shard_map(layers, mesh=rank.mesh, in_specs=specs, out_specs=SEQUENCE)
+    placed = [place(rank.mesh, w) for w in weights]
+    results = []
+    for donate in ((), (0,)):
+        program = jax.jit(mapped, donate_argnums=donate)
+        y = place(rank.mesh, x, SEQUENCE)
+        for _ in range(5):
+            y = program(y, *placed)
+        results.append([np.asarray(s.data) for s in y.addressable_shards])
+    for kept, donated in zip(*results):
+        assert np.array_equal(kept, donated)
+
+
+def independent_calls(rank):
+    """Ten calls that nothing connects, in one program."""
+    _initialize(rank)
+    xs = [_array(rank, 8 * (i + 1), 1 + i % 3, seed=i) for i in range(10)]
+    scatter = _scatter(rank)
+    ys = run(
+        rank.mesh,
+        lambda *xs: tuple(scatter(x) for x in xs),
+        (SEQUENCE,) * 10,
+        (HEADS,) * 10,
+        *xs,
+    )
+    for x, y in zip(xs, ys):
+        assert_same_bits(y, mapping_oracle.scatter(x, rank.num_ranks))
+
+
+def two_groups(rank):
+    """Lines along both axes of a 2 x P/2 mesh, and all ranks, in one program."""
+    if rank.num_ranks < 4:
+        return {"not_run": "needs 4 ranks"}
+    devices = rank.mesh.devices.reshape(2, -1)
+    mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    half = rank.num_ranks // 2
+    for axis in ("a", "b", ("a", "b")):
+        _initialize(rank, axis, mesh)
+    name = rank.implementation
+
+    def local(x, y, z):
+        return (
+            ju.scatter_heads(x, "a", implementation=name),
+            ju.scatter_heads(y, "b", implementation=name),
+            ju.scatter_heads(z, ("a", "b"), implementation=name),
+        )
+
+    x, y, z = (
+        np.random.default_rng(i).standard_normal(s).astype(np.float32)
+        for i, s in enumerate(
+            [(half, 32, 4, 8), (2, 16 * half, 2 * half, 8), (1, 64, 2 * 2 * half, 8)]
+        )
+    )
+    both = ("a", "b")
+    results = run(
+        mesh,
+        local,
+        (P("b", "a"), P("a", "b"), P(None, both)),
+        (P("b", None, "a"), P("a", None, "b"), P(None, None, both)),
+        x,
+        y,
+        z,
+    )
+    for value, result, ranks in zip((x, y, z), results, (2, half, 2 * half)):
+        assert_same_bits(result, mapping_oracle.scatter(value, ranks))
+    return None
+
+
+def replicated_weights(rank):
+    """Gradients of replicated weights, which XLA sums over the ranks."""
+    if len(rank.mesh.local_devices) < rank.num_ranks:
+        return {"not_run": "XLA's collectives do not work between ranks on one GPU"}
+    _initialize(rank)
+    world = World("rig", rank.mesh)
+    for operator in ("qkv_proj_a2a", "a2a_out_proj"):
+        p = rank.num_ranks
+        case = Case(operator, 2, 64, 128, 2 * p, p, 64, "bfloat16", zigzag=True)
+        case.check(world, rank.implementation)
+    return None
+
+
+class _Records(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def _outcome(rank, x) -> str:
+    """ "right", "nan", or the text of the error."""
+    try:
+        y = run(rank.mesh, _scatter(rank), (SEQUENCE,), HEADS, x)
+        if all_nan(y):
+            return "nan"
+        assert_same_bits(y, mapping_oracle.scatter(x, rank.num_ranks))
+    except jax.errors.JaxRuntimeError as error:
+        return str(error)
+    return "right"
+
+
+def _inject(rank, victim, kind, value=0):
+    """In the process that has rank ``victim``."""
+    if rank.mesh.devices[victim].process_index == jax.process_index():
+        found = group.find(("cp",))
+        targets.inject_fault(found.session, 0, victim, kind, value)
+
+
+def _meets_fault(rank, victim, provoke, words, deadline_s=2.0):
+    """A fault ends the call everywhere, says why, and a new group works."""
+    records = _Records()
+    logging.getLogger("jax_ulysses").addHandler(records)
+    x = _array(rank)
+    with ju.settings(deadline_s=deadline_s):
+        _initialize(rank)
+        first = _outcome(rank, x)
+        assert first == "right", first
+        provoke()
+        start = time.monotonic()
+        outcome = _outcome(rank, x)
+        seconds = time.monotonic() - start
+        here = rank.mesh.devices[victim].process_index == jax.process_index()
+        if rank.implementation == "host" or (here and outcome != "nan"):
+            # An injected fault of the rank itself is an error of the call at once.
+            assert outcome not in ("right", "nan"), outcome
+        else:
+            assert outcome == "nan", outcome
+        if here and "did not take part" in outcome:
+            # This rank launched nothing; it hears of the fault from its peers.
+            time.sleep(deadline_s + 1)
+        later = _outcome(rank, x)
+        launched = rank.implementation == "host" or "did not take part" not in outcome
+        if launched:
+            assert all(word in later for word in words), later
+            time.sleep(0.5)
+            if rank.implementation == "cuda":
+                assert any(words[0] in text for text in records.texts), records.texts
+        ju.finalize()
+        _initialize(rank)
+        again = _outcome(rank, x)
+        assert again == "right", again
+    logging.getLogger("jax_ulysses").removeHandler(records)
+    assert seconds < deadline_s + 20, seconds
+    return {"seconds": round(seconds, 2), "text": later}
+
+
+def fault_other_call(rank):
+    """One rank comes with another call."""
+    return _meets_fault(rank, 1, lambda: _inject(rank, 1, "shape"), ["disagree"])
+
+
+def fault_missing_rank(rank):
+    """One rank does not launch its call."""
+    words = ["rank 1", "deadline of 2000 ms passed"]
+    return _meets_fault(rank, 1, lambda: _inject(rank, 1, "skip"), words)
+
+
+def late_rank(rank):
+    """A rank that comes within the deadline costs time, not the result."""
+    x = _array(rank)
+    with ju.settings(deadline_s=20.0):
+        _initialize(rank)
+        assert _outcome(rank, x) == "right"
+        _inject(rank, 0, "delay_ms", 2000)
+        assert _outcome(rank, x) == "right"
+        assert _outcome(rank, x) == "right"
+
+
+def arguments(rank):
+    """Repeated and contradictory calls of initialize, and calls without it."""
+    report = _initialize(rank)
+    assert rank.implementation not in report.unavailable, report
+    assert _initialize(rank) == report
+    try:
+        ju.initialize(rank.mesh, "cp", 2 * WORKSPACE_BYTES, sm_budget=rank.sm_budget)
+        raise AssertionError("other arguments were accepted")
+    except RuntimeError as error:
+        assert "finalize() first" in str(error)
+    ju.finalize()
+    try:
+        run(rank.mesh, _scatter(rank), (SEQUENCE,), HEADS, _array(rank))
+        raise AssertionError("a call without a group was accepted")
+    except NotImplementedError as error:
+        assert "call jax_ulysses.initialize" in str(error)
+
+
+def out_of_memory(rank):
+    """Every rank raises, with the sizes, and a smaller heap works afterwards."""
+    if rank.implementation == "host":
+        return {"not_run": "address space of a CPU is not bounded so"}
+    try:
+        ju.initialize(rank.mesh, "cp", 1 << 40, sm_budget=rank.sm_budget)
+        raise AssertionError("a heap of 1 TiB was accepted")
+    except RuntimeError as error:
+        text = str(error)
+    for word in ("symmetric heap", "slots of 524288 MiB", "are free", "MEM_FRACTION"):
+        assert word in text, text
+    _initialize(rank)
+    assert _outcome(rank, _array(rank)) == "right"
+    return {"text": text}
+
+
+def different_arguments(rank):
+    """Processes that ask for different heaps all raise."""
+    if rank.num_ranks == 1 or len({d.process_index for d in rank.mesh.devices}) == 1:
+        return {"not_run": "needs several processes"}
+    workspace = WORKSPACE_BYTES * (1 + (rank.index == 0))
+    try:
+        ju.initialize(rank.mesh, "cp", workspace, sm_budget=rank.sm_budget)
+        raise AssertionError("different arguments were accepted")
+    except RuntimeError as error:
+        text = str(error)
+    assert "differs between processes" in text, text
+    return {"text": text}
+
+
+def cycles(rank):
+    """Fifty groups leave nothing behind."""
+    if rank.implementation == "host":
+        return {"not_run": "no device memory"}
+    device = rank.mesh.devices[rank.index].local_hardware_id
+    free = []
+    for i in range(52):
+        if i in (2, 51):
+            Rendezvous(rank.mesh, "cycles").wait(60)
+            free.append(targets.device_memory(device)[0])
+            Rendezvous(rank.mesh, "cycles").wait(60)
+        _initialize(rank)
+        if i % 10 == 0:
+            assert _outcome(rank, _array(rank)) == "right"
+        ju.finalize()
+    assert abs(free[0] - free[1]) < 16 << 20, free
+    return {"free_bytes": free}
+
+
+SCENARIOS = (
+    replays_plain,
+    replays_collective,
+    donation,
+    replicated_weights,
+    independent_calls,
+    two_groups,
+    late_rank,
+    fault_other_call,
+    fault_missing_rank,
+    arguments,
+    out_of_memory,
+    different_arguments,
+    cycles,
+)
+
+
+def run_all(rank) -> dict:
+    """Runs every scenario; name -> failure, result and seconds."""
+    heaps.FINALIZE_TIMEOUT_S = 15.0
+    results = {}
+    for scenario in SCENARIOS:
+        start = time.monotonic()
+        failure = value = None
+        try:
+            value = scenario(rank)
+        except Exception:
+            failure = traceback.format_exc()[-2000:]
+        ju.finalize()
+        results[scenario.__name__] = {
+            "failure": failure,
+            "value": value,
+            "seconds": round(time.monotonic() - start, 2),
+        }
+        logging.getLogger(__name__).info("%s: %s", scenario.__name__, failure or "ok")
+    return results
+
+
+def killed(rank, victim):
+    """One process dies between two calls; the others end with an error and leave."""
+    heaps.FINALIZE_TIMEOUT_S = 3.0
+    x = _array(rank)
+    with ju.settings(deadline_s=2.0):
+        _initialize(rank)
+        assert _outcome(rank, x) == "right"
+        if rank.index == victim:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5)
+        outcomes = [_outcome(rank, x), _outcome(rank, x)]
+        start = time.monotonic()
+        ju.finalize()
+        return {"outcomes": outcomes, "finalize_s": time.monotonic() - start}

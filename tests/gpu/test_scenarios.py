@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lives of groups on the ranks of a rig: replays, faults, recovery, errors."""
+
+import pytest
+
+from tests.gpu import scenarios
+from tests.gpu.conftest import RANKS, RIG
+
+NAMES = [s.__name__ for s in scenarios.SCENARIOS]
+# Every call in a CUDA graph, however small the program is.
+FLAGS = "--xla_gpu_graph_min_graph_size=1"
+_results: dict[int, list] = {}
+
+
+@pytest.fixture
+def results(request, make_rig):
+    num_ranks = request.param
+    if num_ranks not in _results:
+        environment = {} if RIG == "cpu" else {"XLA_FLAGS": FLAGS}
+        _results[num_ranks] = make_rig(num_ranks).run(
+            "tests.gpu.scenarios:run_all", timeout_s=380, environment=environment
+        )
+    return _results[num_ranks]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("results", RANKS, indirect=True, ids=lambda p: f"P{p}")
+@pytest.mark.parametrize("name", NAMES)
+def test_scenario(name, results):
+    for result in results:
+        outcome = result.value[name]
+        assert outcome["failure"] is None, f"process {result.index}: {outcome}"
+
+
+@pytest.mark.skipif(RIG == "cpu", reason="there are no graphs on CPUs")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("results", RANKS, indirect=True, ids=lambda p: f"P{p}")
+def test_plain_calls_are_captured_into_graphs(results):
+    """Otherwise the replay scenario would test nothing but eager calls."""
+    for result in results:
+        value = result.value["replays_plain"]["value"]
+        assert value["handler_calls"] < value["runs"] * value["calls_a_run"] / 4, value
+
+
+@pytest.mark.skipif(RIG != "shared", reason="needs a process a rank")
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_killed_process(num_ranks, make_rig):
+    victim = num_ranks - 1
+    results = make_rig(num_ranks).run(
+        "tests.gpu.scenarios:killed", victim, timeout_s=90, may_fail=[victim]
+    )
+    assert results[victim].returncode == -9
+    for result in results[:victim]:
+        first, second = result.value["outcomes"]
+        assert first == "nan"
+        assert f"rank {victim}" in second
+        assert result.value["finalize_s"] < 15
+
+
+@pytest.mark.skipif(RIG != "devices", reason="needs XLA's collectives on GPUs")
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_beside_collectives_of_xla(num_ranks, make_rig):
+    """With the latency-hiding scheduler, which makes the sums asynchronous.
+
+    Calls that XLA takes for computation were seen to deadlock with the sums here.
+    """
+    flags = (
+        "--xla_gpu_enable_latency_hiding_scheduler=true "
+        "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
+    )
+    (result,) = make_rig(num_ranks).run(
+        "tests.gpu.beside_collectives:steps",
+        300,
+        True,
+        environment={"XLA_FLAGS": flags},
+    )
+    value = result.value
+    assert value["fault"] is None, value
+    assert value["finite"]
+    assert value["async_sums"] > 0, value
+    assert value["annotated"] > 0, value
