@@ -26,6 +26,8 @@ PACKAGES := $(shell find jax_ulysses ffi pallas models -name __init__.py 2>/dev/
 PY_DIRS := README.md $(wildcard jax_ulysses ffi pallas models tests benchmarks examples docs tools)
 
 PYTEST_ARGS ?=
+RIG ?= ranks
+P ?= 4
 DEMO_ARGS ?=
 CMAKE = $(BIN)/cmake
 # The C++ tests need neither Python nor nvcc: what those build is covered by the install.
@@ -36,7 +38,7 @@ CTEST = $(BIN)/ctest --output-on-failure --no-tests=error
 SPHINX_ARGS ?= -W --keep-going
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test pytest ctest tsan fuzz lint format docs wheel test-latest clean
+.PHONY: help demo test pytest gpu-test ctest tsan fuzz lint format docs wheel test-latest clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -80,6 +82,13 @@ pytest: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## the Pytho
 
 fuzz: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## a long random search
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest -m fuzz --timeout=3600 $(PYTEST_ARGS)
+
+# RIG=ranks: P processes on one GPU; RIG=devices: one process with P GPUs. P may be a list: 2,4,8.
+gpu-test:  ## the tests on GPUs: RIG=ranks P=4
+	$(MAKE) JAX_ULYSSES_CUDA=ON $(VENV)/.installed $(VENV)/.extra-cuda13 $(VENV)/.extra-test
+	$(PY) -c 'from jax_ulysses.ffi import targets; assert "cuda" in targets.build_info()["platforms"], \
+	  "built without CUDA: remove $(VENV)/.installed and call again"'
+	JAX_ULYSSES_RIG=$(RIG) JAX_ULYSSES_RANKS=$(P) $(BIN)/pytest tests/gpu $(PYTEST_ARGS)
 
 ctest: $(VENV)/.build-tools  ## the C++ tests
 	$(CMAKE) -S . -B build/ctest $(CTEST_FLAGS) -DCMAKE_BUILD_TYPE=Release

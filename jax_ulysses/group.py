@@ -196,30 +196,6 @@ def find(axes: tuple[str, ...]) -> Group:
     return group
 
 
-def members(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, int, int]]:
-    """Where each device of this process stands.
-
-    Args:
-      mesh: concrete mesh.
-      axes: group axes, major first.
-
-    Returns:
-      (local device ordinal, line, rank) for each device of this process: devices
-      of one line exchange with each other, ordered by rank.
-    """
-    names = list(mesh.axis_names)
-    others = [n for n in names if n not in axes]
-    order = [names.index(n) for n in (*others, *axes)]
-    num_ranks = math.prod(mesh.shape[a] for a in axes)
-    lines = mesh.devices.transpose(order).reshape(-1, num_ranks)
-    return [
-        (device.local_hardware_id, line, rank)
-        for line, row in enumerate(lines)
-        for rank, device in enumerate(row)
-        if device.process_index == jax.process_index()
-    ]
-
-
 def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
     num_ranks = math.prod(mesh.shape[a] for a in axes)
     platform = sharding.platform_name(mesh.devices.flat[0].platform)
@@ -227,7 +203,7 @@ def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
         mesh=mesh,
         axes=axes,
         num_ranks=num_ranks,
-        members=members(mesh, axes),
+        members=heaps.members(mesh, axes),
         slot_bytes=workspace_bytes // NUM_SLOTS,
         num_slots=NUM_SLOTS,
         deadline_ms=round(config.deadline_s * 1000),

@@ -5,7 +5,9 @@ import base64
 import dataclasses
 import itertools
 import logging
+import math
 
+import jax
 from jax.sharding import Mesh
 
 from jax_ulysses.rendezvous import PeerFailure, Rendezvous, agree
@@ -88,6 +90,30 @@ def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str]]:
         return None, _reasons(host=on_device, cuda=other)
     reason, session = _create_cuda(plan)
     return session, _reasons(host=on_device, cuda=reason)
+
+
+def members(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, int, int]]:
+    """Where each device of this process stands.
+
+    Args:
+      mesh: concrete mesh.
+      axes: group axes, major first.
+
+    Returns:
+      (local device ordinal, line, rank) for each device of this process: devices
+      of one line exchange with each other, ordered by rank.
+    """
+    names = list(mesh.axis_names)
+    others = [n for n in names if n not in axes]
+    order = [names.index(n) for n in (*others, *axes)]
+    num_ranks = math.prod(mesh.shape[a] for a in axes)
+    lines = mesh.devices.transpose(order).reshape(-1, num_ranks)
+    return [
+        (device.local_hardware_id, line, rank)
+        for line, row in enumerate(lines)
+        for rank, device in enumerate(row)
+        if device.process_index == jax.process_index()
+    ]
 
 
 def destroy(session: int, plan: Plan) -> None:

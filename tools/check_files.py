@@ -16,7 +16,9 @@ LONG_FILES: dict[str, str] = {
     "cuda/include/jax_ulysses/comm/rank_protocol.h": (
         "one state machine: each release is read beside the wait it pairs with"
     ),
-    "ffi/group.cc": "registry, faults and their texts share one lock",
+    "ffi/cuda/cuda_heap.cc": "one heap: allocation beside what gives it back",
+    "ffi/group.cc": "one registry behind one lock",
+    "ffi/targets.py": "three targets, half of it docstrings, over shared helpers",
     "ffi/targets.py": "three wrappers and their result types, mostly docstrings",
     "jax_ulysses/api.py": "six operators, mostly docstrings, over two helpers",
     "jax_ulysses/attention.py": "one function, a third of it docstrings",
@@ -29,6 +31,7 @@ LONG_FILES: dict[str, str] = {
     "cuda/tests/operators_test.cc": "cases of one operator set over one fixture",
     "cuda/tests/world.h": "one simulated world with its faults and delays",
     "tests/ffi/test_groups.py": "cases over one fixture",
+    "tests/gpu/scenarios.py": "one list of scenarios, run in one start of processes",
     "tests/ffi/test_values.py": "cases over one fixture",
     "tests/helpers/oracle.py": "one oracle, forward beside its gradients",
     "tests/operators/test_fuzz.py": "generators of both searches share their shapes",

@@ -13,19 +13,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jax.sharding import Mesh
 
 from jax_ulysses.testing.mps import Mps
-
-# "shared": one process a rank, all on one GPU. "devices": one process with a GPU a
-# rank. "cpu": one process with a virtual CPU device a rank.
-type Rig = Literal["shared", "devices", "cpu"]
-
-# Of the GPU's memory, for the XLA pools of all ranks on it together. The rest is for
-# heaps, CUDA contexts (about half a GiB each) and code.
-SHARED_POOLS = 0.5
+from jax_ulysses.testing.rigs import Rig, environment_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +110,7 @@ def run_ranks(
             log_dir = stack.enter_context(tempfile.TemporaryDirectory())
         folder = pathlib.Path(log_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        common = _environment(rig, num_ranks)
+        common = environment_of(rig, num_ranks)
         if rig == "shared":
             common |= stack.enter_context(Mps()).environment
         processes = num_ranks if rig == "shared" else 1
@@ -211,28 +204,6 @@ def _wait(running, timeout_s, may_fail) -> str | None:
     for process in running:
         process.kill()
     return failure
-
-
-def _environment(rig: Rig, num_ranks: int) -> dict[str, str]:
-    flags = [
-        flag
-        for flag in os.environ.get("XLA_FLAGS", "").split()
-        if "host_platform_device_count" not in flag
-    ]
-    if rig == "cpu":
-        flags.append(f"--xla_force_host_platform_device_count={num_ranks}")
-        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-    common = {
-        "JAX_PLATFORMS": "cuda",
-        "XLA_FLAGS": " ".join(flags),
-        # Loading a kernel while another one spins can deadlock in the driver.
-        "CUDA_MODULE_LOADING": "EAGER",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-    }
-    if rig == "shared":
-        share = SHARED_POOLS / num_ranks
-        common["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{share:.3f}"
-    return common
 
 
 def _free_port() -> int:

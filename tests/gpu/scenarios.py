@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole lives of groups on ranks: replays, donation, faults, recovery, errors.
+"""Whole lives of groups on ranks: replays, donation, independent calls, errors.
 
 Each function runs in the processes of a rig, in all of them alike, raises what a test
-would, and returns what is worth recording. On CPUs the call that meets a fault raises
-at once; on GPUs it ends with NaN, and the next one raises.
+would, and returns what is worth recording.
 """
 
 import logging
-import os
-import signal
 import time
 import traceback
 
@@ -22,28 +19,14 @@ import jax_ulysses as ju
 from jax_ulysses import group, heaps
 from jax_ulysses.ffi import targets
 from jax_ulysses.rendezvous import Rendezvous
-from tests.gpu.shards import HEADS, SEQUENCE, all_nan, assert_same_bits, place, run
+from tests.gpu.basics import WORKSPACE_BYTES, array, initialize, outcome, scatter
+from tests.gpu.faults import fault_missing_rank, fault_other_call, late_rank
+from tests.gpu.shards import HEADS, SEQUENCE, assert_same_bits, place, run
 from tests.helpers import mapping_oracle
 from tests.helpers.projection_cases import Case
 from tests.helpers.worlds import World
 
-WORKSPACE_BYTES = 32 << 20
 LAYERS = 4
-
-
-def _initialize(rank, axis="cp", mesh=None, **kwargs):
-    kwargs = {"sm_budget": rank.sm_budget, **kwargs}
-    return ju.initialize(mesh or rank.mesh, axis, WORKSPACE_BYTES, **kwargs)
-
-
-def _array(rank, tokens=32, heads=2, head_dim=64, seed=0):
-    shape = (1, tokens * rank.num_ranks, heads * rank.num_ranks, head_dim)
-    x = np.random.default_rng(seed).standard_normal(shape)
-    return x.astype(ml_dtypes.bfloat16)
-
-
-def _scatter(rank):
-    return lambda x: ju.scatter_heads(x, "cp", implementation=rank.implementation)
 
 
 def _layers(rank, heads, head_dim):
@@ -83,7 +66,7 @@ def _replays(rank, collective_calls):
     heads, head_dim, (x, *weights) = _layer_operands(rank)
     specs = (SEQUENCE, P(), P())
     with ju.settings(collective_calls=collective_calls):
-        _initialize(rank)
+        initialize(rank)
         program = jax.jit(
             jax.shard_map(
                 _layers(rank, heads, head_dim),
@@ -108,8 +91,8 @@ def _replays(rank, collective_calls):
                 assert np.array_equal(got, wanted), f"replay {i} differs"
             if i % 25 == 24:
                 extra -= _calls()
-                y = _array(rank, seed=i)
-                result = run(rank.mesh, _scatter(rank), (SEQUENCE,), HEADS, y)
+                y = array(rank, seed=i)
+                result = run(rank.mesh, scatter(rank), (SEQUENCE,), HEADS, y)
                 assert_same_bits(result, mapping_oracle.scatter(y, rank.num_ranks))
                 extra += _calls()
         calls = _calls() - before - extra
@@ -129,7 +112,7 @@ def replays_collective(rank):
 
 def donation(rank):
     """A donated input whose buffer becomes the output: the same bits as without."""
-    _initialize(rank)
+    initialize(rank)
     heads, head_dim, (x, *weights) = _layer_operands(rank)
     layers = _layers(rank, heads, head_dim)
     specs = (SEQUENCE, P(), P())
@@ -148,12 +131,12 @@ def donation(rank):
 
 def independent_calls(rank):
     """Ten calls that nothing connects, in one program."""
-    _initialize(rank)
-    xs = [_array(rank, 8 * (i + 1), 1 + i % 3, seed=i) for i in range(10)]
-    scatter = _scatter(rank)
+    initialize(rank)
+    xs = [array(rank, 8 * (i + 1), 1 + i % 3, seed=i) for i in range(10)]
+    scatter_one = scatter(rank)
     ys = run(
         rank.mesh,
-        lambda *xs: tuple(scatter(x) for x in xs),
+        lambda *xs: tuple(scatter_one(x) for x in xs),
         (SEQUENCE,) * 10,
         (HEADS,) * 10,
         *xs,
@@ -170,7 +153,7 @@ def two_groups(rank):
     mesh = Mesh(devices, ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     half = rank.num_ranks // 2
     for axis in ("a", "b", ("a", "b")):
-        _initialize(rank, axis, mesh)
+        initialize(rank, axis, mesh)
     name = rank.implementation
 
     def local(x, y, z):
@@ -205,7 +188,7 @@ def replicated_weights(rank):
     """Gradients of replicated weights, which XLA sums over the ranks."""
     if len(rank.mesh.local_devices) < rank.num_ranks:
         return {"not_run": "XLA's collectives do not work between ranks on one GPU"}
-    _initialize(rank)
+    initialize(rank)
     world = World("rig", rank.mesh)
     for operator in ("qkv_proj_a2a", "a2a_out_proj"):
         p = rank.num_ranks
@@ -214,99 +197,11 @@ def replicated_weights(rank):
     return None
 
 
-class _Records(logging.Handler):
-    def __init__(self):
-        super().__init__(logging.ERROR)
-        self.texts: list[str] = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
-def _outcome(rank, x) -> str:
-    """ "right", "nan", or the text of the error."""
-    try:
-        y = run(rank.mesh, _scatter(rank), (SEQUENCE,), HEADS, x)
-        if all_nan(y):
-            return "nan"
-        assert_same_bits(y, mapping_oracle.scatter(x, rank.num_ranks))
-    except jax.errors.JaxRuntimeError as error:
-        return str(error)
-    return "right"
-
-
-def _inject(rank, victim, kind, value=0):
-    """In the process that has rank ``victim``."""
-    if rank.mesh.devices[victim].process_index == jax.process_index():
-        found = group.find(("cp",))
-        targets.inject_fault(found.session, 0, victim, kind, value)
-
-
-def _meets_fault(rank, victim, provoke, words, deadline_s=2.0):
-    """A fault ends the call everywhere, says why, and a new group works."""
-    records = _Records()
-    logging.getLogger("jax_ulysses").addHandler(records)
-    x = _array(rank)
-    with ju.settings(deadline_s=deadline_s):
-        _initialize(rank)
-        first = _outcome(rank, x)
-        assert first == "right", first
-        provoke()
-        start = time.monotonic()
-        outcome = _outcome(rank, x)
-        seconds = time.monotonic() - start
-        here = rank.mesh.devices[victim].process_index == jax.process_index()
-        if rank.implementation == "host" or (here and outcome != "nan"):
-            # An injected fault of the rank itself is an error of the call at once.
-            assert outcome not in ("right", "nan"), outcome
-        else:
-            assert outcome == "nan", outcome
-        if here and "did not take part" in outcome:
-            # This rank launched nothing; it hears of the fault from its peers.
-            time.sleep(deadline_s + 1)
-        later = _outcome(rank, x)
-        launched = rank.implementation == "host" or "did not take part" not in outcome
-        if launched:
-            assert all(word in later for word in words), later
-            time.sleep(0.5)
-            if rank.implementation == "cuda":
-                assert any(words[0] in text for text in records.texts), records.texts
-        ju.finalize()
-        _initialize(rank)
-        again = _outcome(rank, x)
-        assert again == "right", again
-    logging.getLogger("jax_ulysses").removeHandler(records)
-    assert seconds < deadline_s + 20, seconds
-    return {"seconds": round(seconds, 2), "text": later}
-
-
-def fault_other_call(rank):
-    """One rank comes with another call."""
-    return _meets_fault(rank, 1, lambda: _inject(rank, 1, "shape"), ["disagree"])
-
-
-def fault_missing_rank(rank):
-    """One rank does not launch its call."""
-    words = ["rank 1", "deadline of 2000 ms passed"]
-    return _meets_fault(rank, 1, lambda: _inject(rank, 1, "skip"), words)
-
-
-def late_rank(rank):
-    """A rank that comes within the deadline costs time, not the result."""
-    x = _array(rank)
-    with ju.settings(deadline_s=20.0):
-        _initialize(rank)
-        assert _outcome(rank, x) == "right"
-        _inject(rank, 0, "delay_ms", 2000)
-        assert _outcome(rank, x) == "right"
-        assert _outcome(rank, x) == "right"
-
-
 def arguments(rank):
     """Repeated and contradictory calls of initialize, and calls without it."""
-    report = _initialize(rank)
+    report = initialize(rank)
     assert rank.implementation not in report.unavailable, report
-    assert _initialize(rank) == report
+    assert initialize(rank) == report
     try:
         ju.initialize(rank.mesh, "cp", 2 * WORKSPACE_BYTES, sm_budget=rank.sm_budget)
         raise AssertionError("other arguments were accepted")
@@ -314,7 +209,7 @@ def arguments(rank):
         assert "finalize() first" in str(error)
     ju.finalize()
     try:
-        run(rank.mesh, _scatter(rank), (SEQUENCE,), HEADS, _array(rank))
+        run(rank.mesh, scatter(rank), (SEQUENCE,), HEADS, array(rank))
         raise AssertionError("a call without a group was accepted")
     except NotImplementedError as error:
         assert "call jax_ulysses.initialize" in str(error)
@@ -331,8 +226,8 @@ def out_of_memory(rank):
         text = str(error)
     for word in ("symmetric heap", "slots of 524288 MiB", "are free", "MEM_FRACTION"):
         assert word in text, text
-    _initialize(rank)
-    assert _outcome(rank, _array(rank)) == "right"
+    initialize(rank)
+    assert outcome(rank, array(rank)) == "right"
     return {"text": text}
 
 
@@ -361,9 +256,9 @@ def cycles(rank):
             Rendezvous(rank.mesh, "cycles").wait(60)
             free.append(targets.device_memory(device)[0])
             Rendezvous(rank.mesh, "cycles").wait(60)
-        _initialize(rank)
+        initialize(rank)
         if i % 10 == 0:
-            assert _outcome(rank, _array(rank)) == "right"
+            assert outcome(rank, array(rank)) == "right"
         ju.finalize()
     assert abs(free[0] - free[1]) < 16 << 20, free
     return {"free_bytes": free}
@@ -405,20 +300,3 @@ def run_all(rank) -> dict:
         }
         logging.getLogger(__name__).info("%s: %s", scenario.__name__, failure or "ok")
     return results
-
-
-def killed(rank, victim):
-    """One process dies between two calls; the others end with an error and leave."""
-    heaps.FINALIZE_TIMEOUT_S = 3.0
-    x = _array(rank)
-    with ju.settings(deadline_s=2.0):
-        _initialize(rank)
-        assert _outcome(rank, x) == "right"
-        if rank.index == victim:
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.5)
-        outcomes = [_outcome(rank, x), _outcome(rank, x)]
-        start = time.monotonic()
-        ju.finalize()
-        return {"outcomes": outcomes, "finalize_s": time.monotonic() - start}

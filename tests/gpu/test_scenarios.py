@@ -47,7 +47,7 @@ def test_plain_calls_are_captured_into_graphs(results):
 def test_killed_process(num_ranks, make_rig):
     victim = num_ranks - 1
     results = make_rig(num_ranks).run(
-        "tests.gpu.scenarios:killed", victim, timeout_s=90, may_fail=[victim]
+        "tests.gpu.faults:killed", victim, timeout_s=90, may_fail=[victim]
     )
     assert results[victim].returncode == -9
     for result in results[:victim]:

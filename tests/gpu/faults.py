@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults on ranks: who notices, what is said, and that a new group works.
+
+On CPUs the call that meets a fault raises at once; on GPUs it ends with NaN, and the
+next one raises.
+"""
+
+import logging
+import os
+import signal
+import time
+
+import jax
+
+import jax_ulysses as ju
+from jax_ulysses import group, heaps
+from jax_ulysses.ffi import targets
+from tests.gpu.basics import array, initialize, outcome
+
+
+class _Records(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def _inject(rank, victim, kind, value=0):
+    """In the process that has rank ``victim``."""
+    if rank.mesh.devices[victim].process_index == jax.process_index():
+        found = group.find(("cp",))
+        targets.inject_fault(found.session, 0, victim, kind, value)
+
+
+def _meets_fault(rank, victim, provoke, words, deadline_s=2.0):
+    """A fault ends the call everywhere, says why, and a new group works."""
+    records = _Records()
+    logging.getLogger("jax_ulysses").addHandler(records)
+    x = array(rank)
+    with ju.settings(deadline_s=deadline_s):
+        initialize(rank)
+        first = outcome(rank, x)
+        assert first == "right", first
+        provoke()
+        start = time.monotonic()
+        met = outcome(rank, x)
+        seconds = time.monotonic() - start
+        here = rank.mesh.devices[victim].process_index == jax.process_index()
+        if rank.implementation == "host" or (here and met != "nan"):
+            # An injected fault of the rank itself is an error of the call at once.
+            assert met not in ("right", "nan"), met
+        else:
+            assert met == "nan", met
+        if here and "did not take part" in met:
+            # This rank launched nothing; it hears of the fault from its peers.
+            time.sleep(deadline_s + 1)
+        later = outcome(rank, x)
+        launched = rank.implementation == "host" or "did not take part" not in met
+        if launched:
+            assert all(word in later for word in words), later
+            time.sleep(0.5)
+            if rank.implementation == "cuda":
+                assert any(words[0] in text for text in records.texts), records.texts
+        ju.finalize()
+        initialize(rank)
+        again = outcome(rank, x)
+        assert again == "right", again
+    logging.getLogger("jax_ulysses").removeHandler(records)
+    assert seconds < deadline_s + 20, seconds
+    return {"seconds": round(seconds, 2), "text": later}
+
+
+def fault_other_call(rank):
+    """One rank comes with another call."""
+    return _meets_fault(rank, 1, lambda: _inject(rank, 1, "shape"), ["disagree"])
+
+
+def fault_missing_rank(rank):
+    """One rank does not launch its call."""
+    words = ["rank 1", "deadline of 2000 ms passed"]
+    return _meets_fault(rank, 1, lambda: _inject(rank, 1, "skip"), words)
+
+
+def late_rank(rank):
+    """A rank that comes within the deadline costs time, not the result."""
+    x = array(rank)
+    with ju.settings(deadline_s=20.0):
+        initialize(rank)
+        assert outcome(rank, x) == "right"
+        _inject(rank, 0, "delay_ms", 2000)
+        assert outcome(rank, x) == "right"
+        assert outcome(rank, x) == "right"
+
+
+def killed(rank, victim):
+    """One process dies between two calls; the others end with an error and leave."""
+    heaps.FINALIZE_TIMEOUT_S = 3.0
+    x = array(rank)
+    with ju.settings(deadline_s=2.0):
+        initialize(rank)
+        assert outcome(rank, x) == "right"
+        if rank.index == victim:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.5)
+        outcomes = [outcome(rank, x), outcome(rank, x)]
+        start = time.monotonic()
+        ju.finalize()
+        return {"outcomes": outcomes, "finalize_s": time.monotonic() - start}
