@@ -5,13 +5,15 @@
 #     a static library of one object per line of the .def file
 #   jax_ulysses_add_cuda()
 #     target jax_ulysses_cuda: the library behind launch.h
-#   jax_ulysses_add_gpu_tests()
-#     programs fused_test, exchange_test and fused_bench; they need an H100 or H200 to run
+#   jax_ulysses_add_gpu_tests(), with JAX_ULYSSES_GPU_TESTS=ON
+#     programs launch_test, fused_test, exchange_test, fused_bench and ring_bench; they need an H100
+#     or H200 to run
 #
 # CUTLASS is headers only, from JAX_ULYSSES_CUTLASS_INCLUDE or from the Python package
 # nvidia-cutlass of the build environment.
 
 set(JAX_ULYSSES_CUTLASS_INCLUDE "" CACHE PATH "Include folder of CUTLASS 4.2")
+option(JAX_ULYSSES_GPU_TESTS "Build the tests and benchmarks of the kernels" OFF)
 
 function(_jax_ulysses_find_cutlass)
   if(JAX_ULYSSES_CUTLASS_INCLUDE)
@@ -100,6 +102,9 @@ function(jax_ulysses_add_cuda)
   _jax_ulysses_cuda_options(jax_ulysses_cuda)
   target_link_libraries(jax_ulysses_cuda PUBLIC jax_ulysses_core CUDA::cudart_static
                                          PRIVATE jax_ulysses_cuda_kernels)
+  if(JAX_ULYSSES_GPU_TESTS)
+    jax_ulysses_add_gpu_tests()
+  endif()
 endfunction()
 
 function(jax_ulysses_add_gpu_tests)
@@ -113,4 +118,9 @@ function(jax_ulysses_add_gpu_tests)
     _jax_ulysses_cuda_options(${program})
     target_link_libraries(${program} PRIVATE jax_ulysses_test_kernels jax_ulysses_test_support)
   endforeach()
+  add_executable(ring_bench cuda/tests/gpu/ring_bench.cu)
+  _jax_ulysses_cuda_options(ring_bench)
+  add_executable(launch_test cuda/tests/gpu/launch_test.cu)
+  _jax_ulysses_cuda_options(launch_test)
+  target_link_libraries(launch_test PRIVATE jax_ulysses_cuda)
 endfunction()

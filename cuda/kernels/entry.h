@@ -27,6 +27,8 @@ struct KernelEntry {
   const void* world_kernel = nullptr;  // (const Params*, int32_t ctas), or null
   // Writes Params for `call` to `params`, params_bytes bytes aligned to 64. Encodes tensor maps.
   void (*build)(const Call& call, const LaunchPlan& plan, void* params) = nullptr;
+  // Changes the agreement hash in built parameters: it may differ from run to run.
+  void (*set_agreement)(void* params, uint32_t agreement) = nullptr;
 };
 
 }  // namespace jax_ulysses

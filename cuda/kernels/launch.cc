@@ -6,9 +6,12 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <type_traits>
+#include <unordered_map>
 #include <vector>
 
 #include "jax_ulysses/heuristics.h"
@@ -24,6 +27,7 @@ Status CudaError(const char* what, cudaError_t error) {
 }
 
 constexpr int kMaxDevices = 64;
+constexpr int32_t kMaxParamsBytes = 16 * 1024;
 
 // What is known of a device. Kernels are loaded once for each.
 struct Device {
@@ -86,7 +90,7 @@ Status CurrentDevice(Device& device) {
   return {};
 }
 
-// Parameters of recent calls, by everything they are made from.
+// Parameters of recent calls, by everything they are made from except the agreement hash.
 class ParamsCache {
  public:
   using Params = std::shared_ptr<const void>;
@@ -96,22 +100,24 @@ class ParamsCache {
   }
   Params Find(const std::string& key) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& item : items_) {
-      if (item.first == key) return item.second;
-    }
-    return nullptr;
+    const auto found = items_.find(key);
+    return found == items_.end() ? nullptr : found->second;
   }
   void Add(const std::string& key, const Params& params) {
     std::lock_guard<std::mutex> lock(mutex_);
-    items_.emplace_front(key, params);
-    if (items_.size() > kItems) items_.pop_back();
+    if (!items_.emplace(key, params).second) return;
+    order_.push_back(key);
+    if (order_.size() <= kItems) return;
+    items_.erase(order_.front());
+    order_.pop_front();
   }
 
  private:
-  // A training step has a few calls a layer, each with its own addresses.
-  static constexpr size_t kItems = 1024;
+  // A training step has a few calls a layer and device, each with its own addresses.
+  static constexpr size_t kItems = 4096;
   std::mutex mutex_;
-  std::deque<std::pair<std::string, Params>> items_;
+  std::unordered_map<std::string, Params> items_;
+  std::deque<std::string> order_;  // oldest first
 };
 
 class Key {
@@ -131,7 +137,6 @@ class Key {
         .Add(info.layout.blocks_per_source)
         .Add(info.rank)
         .Add(info.op)
-        .Add(info.agreement)
         .Add(info.deadline_ns);
   }
   Key& Add(const HeadExchange& ex) {
@@ -182,6 +187,9 @@ Status Enqueue(const KernelEntry<Call>& entry, const Call& call, const LaunchPla
                CUstream_st* stream) {
   const std::string key =
       KeyOf(call).Add(entry.rank_kernel).Add(plan.ctas).Add(plan.comm_ctas).text();
+  if (entry.params_bytes > kMaxParamsBytes) {
+    return {Status::Code::kUnsupported, "kernel parameters are too large"};
+  }
   ParamsCache::Params params = ParamsCache::Get().Find(key);
   if (params == nullptr) {
     void* memory = nullptr;
@@ -203,7 +211,10 @@ Status Enqueue(const KernelEntry<Call>& entry, const Call& call, const LaunchPla
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  void* args[] = {const_cast<void*>(params.get())};
+  alignas(64) char copy[kMaxParamsBytes];
+  std::memcpy(copy, params.get(), static_cast<size_t>(entry.params_bytes));
+  entry.set_agreement(copy, call.info.agreement);
+  void* args[] = {copy};
   const cudaError_t error = cudaLaunchKernelExC(&config, entry.rank_kernel, args);
   if (error != cudaSuccess) return CudaError("cudaLaunchKernelExC", error);
   return {};

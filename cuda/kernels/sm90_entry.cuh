@@ -116,13 +116,16 @@ KernelEntry<Call> MakeEntry() {
   entry.threads = kThreads;
   entry.shared_bytes = sizeof(typename C::Shared);
   entry.params_bytes = sizeof(Params<C>);
-  static_assert(sizeof(Params<C>) <= 32 * 1024 - 4, "kernel parameters");
+  static_assert(sizeof(Params<C>) <= 16 * 1024, "kernel parameters");
   entry.rank_kernel = reinterpret_cast<const void*>(&RankKernel<Params<C>>);
   // Only tests put a world into one launch.
   if constexpr (C::kTest) {
     entry.world_kernel = reinterpret_cast<const void*>(&WorldKernel<Params<C>>);
   }
   entry.build = &Build<C>;
+  entry.set_agreement = [](void* params, uint32_t agreement) {
+    static_cast<Params<C>*>(params)->call.info.agreement = agreement;
+  };
   return entry;
 }
 

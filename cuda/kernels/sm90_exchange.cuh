@@ -178,6 +178,9 @@ KernelEntry<Call> MakeExchangeEntry(void (*build)(const Call&, const LaunchPlan&
     entry.world_kernel = reinterpret_cast<const void*>(&ExchangeWorldKernel<kTest, Params>);
   }
   entry.build = build;
+  entry.set_agreement = [](void* params, uint32_t agreement) {
+    static_cast<Params*>(params)->call.info.agreement = agreement;
+  };
   return entry;
 }
 

@@ -8,6 +8,7 @@
 #include "jax_ulysses/exchange/geometry.h"
 #include "jax_ulysses/exchange/pull.h"
 #include "jax_ulysses/exchange/push.h"
+#include "jax_ulysses/heuristics.h"
 
 namespace jax_ulysses {
 namespace {
@@ -96,6 +97,34 @@ void TestPulls(const HeadExchange& ex, int64_t batch) {
   }
 }
 
+// The tile choice: whole waves of whole tiles.
+void TestHeuristics() {
+  auto all = [](TilePolicy) { return true; };
+  auto make = [](int64_t rows, int64_t columns, int64_t blocks) {
+    TileProblem problem;
+    problem.rows = rows;
+    problem.num_kinds = 1;
+    problem.columns[0] = columns;
+    problem.blocks[0] = blocks;
+    return problem;
+  };
+  // Blocks of 128 columns waste half of a tile of 256.
+  JU_CHECK(ChooseTile(make(8192, 128, 24), 132, all) == TilePolicy::k256x128);
+  // Rows of 128 waste half of a tile of 256.
+  JU_CHECK(ChooseTile(make(128, 65536, 1), 132, all) == TilePolicy::k128x256);
+  // Fewer tiles than CTAs: smaller ones keep more of them busy.
+  JU_CHECK(ChooseTile(make(128, 8192, 1), 132, all) == TilePolicy::k128x128);
+  // Both waste: small tiles.
+  JU_CHECK(ChooseTile(make(128, 128, 64), 132, all) == TilePolicy::k128x128);
+  // Large and even: the first.
+  JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, all) == TilePolicy::k128x256);
+  // Only what is compiled.
+  auto small = [](TilePolicy p) { return p == TilePolicy::k128x128; };
+  JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, small) == TilePolicy::k128x128);
+  JU_CHECK(ChooseTile(make(1, 8, 1), 1, [](TilePolicy) { return false; }) == TilePolicy::kAuto);
+  JU_CHECK(NumTiles(make(300, 300, 2), kTileShapes[0]) == 3 * 2 * 2);
+}
+
 }  // namespace
 }  // namespace jax_ulysses
 
@@ -119,5 +148,6 @@ int main() {
       }
     }
   }
+  TestHeuristics();
   return testing::Finish("kernel_orders_test");
 }

@@ -109,7 +109,7 @@ void Bench(const GeometryCase& c, int ranks, const KernelEntry<typename Fixture:
     variants.push_back({"push-only", base.ctas, true, true, false, false, false});
   }
   if (all) {
-    for (int share : {4, 2, 1}) {
+    for (int share : {4, 3, 1}) {
       const int comm = std::max(1, base.ctas / share);
       if (comm == base.comm_ctas) continue;
       variants.push_back({"fused", comm, true, true, false, false});

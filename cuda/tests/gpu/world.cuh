@@ -137,7 +137,7 @@ inline int NumSms() {
 inline LaunchPlan PlanFor(int ranks, bool push) {
   LaunchPlan plan;
   plan.ctas = NumSms() / ranks;
-  plan.comm_ctas = push ? std::max(1, (plan.ctas + 2) / 3) : plan.ctas;
+  plan.comm_ctas = push ? (plan.ctas + 1) / 2 : plan.ctas;
   return plan;
 }
 

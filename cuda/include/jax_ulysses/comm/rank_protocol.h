@@ -143,9 +143,20 @@ class RankProtocol {
   JU_HD bool WaitTile(int source, int64_t tile) {
     if (Removed(kEdgeTileWait)) return true;
     const uint32_t* flag = Own(call_->layout.ready(source, tile));
-    const uint32_t window = static_cast<uint32_t>(call_->layout.num_slots);
-    return WaitUntil([&] { return Mem::LoadRelaxed(flag) - epoch_ < window; },
-                     FaultKind::kTileTimeout, source, tile);
+    return WaitUntil([&] { return IsReady(Mem::LoadRelaxed(flag)); }, FaultKind::kTileTimeout,
+                     source, tile);
+  }
+
+  // WaitTile in two steps, for a caller with something to do while the word is on its way. Acquires
+  // only if the tile was ready when it was looked at.
+  JU_HD uint32_t PeekTile(int source, int64_t tile) const {
+    return Mem::LoadRelaxed(Own(call_->layout.ready(source, tile)));
+  }
+  JU_HD bool IsReady(uint32_t peeked) const {
+    return peeked - epoch_ < static_cast<uint32_t>(call_->layout.num_slots);
+  }
+  JU_HD void AcquirePeeked() const {
+    if (!Removed(kEdgeAcquire)) Mem::AcquireFence();
   }
 
   // Edge "piece". Releases: the source, by adding one at the destination after the piece lies

@@ -71,13 +71,19 @@ class CopyRing {
     bool more = work.Next(strip_);
     while (true) {
       while (more && loaded_ - stored_ < kLoadsAhead) {
+        if constexpr (kTest && Work::kSignals) {
+          // The negative control: before anything of the strip has been stored.
+          if (TestHooks::Removed<kTest>(hooks_, kEdgeHandOff) && strip_.signal != kNoSignal) {
+            if (lead_) work.Signal(strip_.signal);
+            strip_.signal = kNoSignal;
+          }
+        }
         Load();
         if (strip_.rows == 0) more = work.Next(strip_);
       }
       if (stored_ == loaded_) break;
       Store();
       if constexpr (Work::kSignals) {
-        if (TestHooks::Removed<kTest>(hooks_, kEdgeHandOff)) Signal(work, 0);  // too early
         if (unsignalled_ >> kSignalLag != 0) {
           WaitWritten<kSignalLag>();
           Signal(work, kSignalLag);
@@ -186,7 +192,7 @@ class CopyRing {
   }
 
   Storage& storage_;
-  const TestHooks& hooks_;
+  const TestHooks hooks_;  // a copy: registers, where there are hooks at all
   const bool lead_;
   Strip strip_;
   int32_t offset_ = 0;  // bytes of the current row that are done, when a row is split

@@ -171,6 +171,33 @@ JU_D bool WaitPiecesWarp(Protocol& protocol, const TestHooks& hooks, int32_t sou
   return ok;
 }
 
+// The same, begun early: the flags are read by Begin and looked at by Finish, with the loads of
+// another block in between.
+template <bool kTest, class Protocol>
+class PiecesPeek {
+ public:
+  // Whole warp. At most 32 pieces.
+  JU_D void Begin(const Protocol& protocol, int32_t source, int32_t begin, int32_t end) {
+    const int32_t piece = begin / kPieceRows + static_cast<int32_t>(threadIdx.x % 32);
+    mine_ = piece * kPieceRows < end;
+    source_ = source;
+    if (mine_) word_ = protocol.PeekTile(source, piece);
+  }
+  // True if everything from `source` had arrived by then; it is then acquired.
+  JU_D bool Finish(const Protocol& protocol, const TestHooks& hooks, int32_t source) {
+    if (source != source_ || !__all_sync(~0u, !mine_ || protocol.IsReady(word_))) return false;
+    protocol.AcquirePeeked();
+    __syncwarp();
+    if (!TestHooks::Removed<kTest>(hooks, kEdgeProxyFence)) ptx::ProxyFence();
+    return true;
+  }
+
+ private:
+  int32_t source_ = -1;
+  bool mine_ = false;
+  uint32_t word_ = 0;
+};
+
 // Copies what has arrived, and the own block, into the gathered operand [rows, C].
 template <bool kTest, class Protocol>
 class GatherWork {

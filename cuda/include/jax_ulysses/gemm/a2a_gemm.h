@@ -110,18 +110,30 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
           window = tile.row_block / tiles.window_blocks;
           arrived = 0;
         }
+        const int32_t row_end = min(row + C::kTileM, g.rows);
+        // Bit of a source in `arrived`; from 64 on there is none, and every tile waits.
+        auto bit = [&](int32_t source) {
+          return tile.row_block % tiles.window_blocks * g.num_ranks + source;
+        };
+        auto known = [&](int32_t source) {
+          return bit(source) < 64 && (arrived >> bit(source) & 1) != 0;
+        };
+        PiecesPeek<C::kTest, Protocol> peek;
         for (int32_t step = 0; step < g.num_ranks; ++step) {
           int32_t source = g.rank + step;
           if (source >= g.num_ranks) source -= g.num_ranks;
           const bool in_place = step == 0 && push.own_in_place;
-          const int32_t bit = tile.row_block % tiles.window_blocks * g.num_ranks + source;
-          const bool known = bit < 64 && (arrived >> bit & 1) != 0;
-          if (call.communicate && !in_place && !known) {
+          if (call.communicate && !in_place && !known(source)) {
             // Edge "tile" (a piece). After an abort it returns at once, and the tile is computed
             // from whatever is there: the pipelines drain, and the output becomes NaN.
-            WaitPiecesWarp<C::kTest>(protocol, call.hooks, source, row,
-                                     min(row + C::kTileM, g.rows));
-            if (bit < 64) arrived |= uint64_t{1} << bit;
+            if (!peek.Finish(protocol, call.hooks, source)) {
+              WaitPiecesWarp<C::kTest>(protocol, call.hooks, source, row, row_end);
+            }
+            if (bit(source) < 64) arrived |= uint64_t{1} << bit(source);
+          }
+          const int32_t next = source + 1 == g.num_ranks ? 0 : source + 1;
+          if (call.communicate && step + 1 < g.num_ranks && !known(next)) {
+            peek.Begin(protocol, next, row, row_end);
           }
           for (int seg = 0; seg < g.num_segments; ++seg) {
             const int32_t columns = g.columns[seg];

@@ -209,6 +209,22 @@ class Consumer {
   // thread() is not a difference, so this is warp 8, the first of warp group 2.
   JU_D static bool is_storing_warp() { return thread() / 32 == 0; }
 
+  // True if `ok` is true in every thread of both warp groups.
+  JU_D static bool All(bool ok) {
+    // CUTLASS keeps the first eight barriers and its epilogue for itself.
+    constexpr int kBarrier = 15;
+    uint32_t all;
+    asm volatile(
+        "{\n.reg .pred p, q;\n"
+        "setp.ne.u32 p, %1, 0;\n"
+        "barrier.cta.red.and.pred.aligned q, %2, %3, p;\n"
+        "selp.u32 %0, 1, 0, q;\n}"
+        : "=r"(all)
+        : "r"(static_cast<uint32_t>(ok)), "n"(kBarrier), "n"(kThreads - 128)
+        : "memory");
+    return all != 0;
+  }
+
   JU_D static auto MakeAccumulator() {
     return cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(typename C::TileShape{}));
   }

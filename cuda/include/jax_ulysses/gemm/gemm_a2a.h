@@ -58,7 +58,8 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     HandOff<C::kTest> hand_off(shared.hand_off,
                                TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
     const int64_t slot = call.communicate ? protocol.slot_index() : 0;
-    bool credit = !call.communicate;
+    bool asked = !call.communicate;
+    bool credit = true;
     for (int32_t i = cta; run && i < order.num_tiles; i += call.ctas) {
       const TileOrder::Tile tile = order.At(g, i);
       auto accumulator = Consumer<C>::MakeAccumulator();
@@ -73,11 +74,14 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
                        tile.col_block, 0, accumulator);
         continue;
       }
-      if (!credit && Consumer<C>::is_storing_warp()) {
-        // Edge "credit", by the only warp that writes the slot. After an abort the slot of a later
-        // call may be overwritten: nobody takes it for a result.
-        WaitSlotFreeWarp(protocol);
-        credit = true;
+      if (!asked) {
+        // Edge "credit". Without it, after an abort, no slot is touched and no flag raised.
+        credit = Consumer<C>::All(WaitSlotFreeWarp(protocol));
+        asked = true;
+      }
+      if (!credit) {
+        if (Consumer<C>::is_storing_warp()) hand_off.Give(kNoSignal);
+        continue;
       }
       consumer.Store(p.to_slot[slot][tile.seg], g.rows, g.columns[tile.seg],
                      g.num_blocks(tile.seg), tile.row_block, tile.col_block,
@@ -120,11 +124,11 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       for (int32_t i = cta; i < order.num_tiles; i += call.ctas) {
         const TileOrder::Tile tile = order.At(g, i);
         if (in_place(tile)) continue;
-        hand_off.Take();
+        const bool stored = hand_off.Take() != kNoSignal;
         // Edge "tile": released to every owner of the block, system scope.
         const int32_t copies = g.replicas[tile.seg];
         const int32_t first = tile.dest / copies * copies;
-        for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < copies; j += 32) {
+        for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); stored && j < copies; j += 32) {
           protocol.PublishTile(first + j, tile.flag);
         }
         hand_off.TakeDone();
