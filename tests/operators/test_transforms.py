@@ -57,8 +57,7 @@ def test_jit_in_any_place_and_eval_shape(operator, mesh, implementation):
     outside = jax.jit(w.shard_map(fn, in_specs, out_specs))
     expected = outside(*placed)
     _assert_same(jax.jit(inside)(*placed), expected, 0)
-    if not implementation.needs_peers:
-        _assert_same(inside(*placed), expected)
+    _assert_same(inside(*placed), expected)
     shapes = jax.eval_shape(outside, *placed)
     for shape, real in zip(jax.tree.leaves(shapes), jax.tree.leaves(expected)):
         assert (shape.shape, shape.dtype) == (real.shape, real.dtype)
@@ -66,8 +65,6 @@ def test_jit_in_any_place_and_eval_shape(operator, mesh, implementation):
 
 @pytest.mark.user_case(37)
 def test_no_jit(implementation):
-    if implementation.needs_peers:
-        pytest.skip("a shard_map that is not jitted runs rank after rank")
     w = world("cp2")
     for operator in OPERATORS:
         fn, operands, in_specs, out_specs = _setup(operator, w, implementation)
