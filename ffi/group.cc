@@ -66,7 +66,9 @@ int32_t CheckConfig(const GroupConfig& config, const Registry& registry) {
   }
   if (config.slot_bytes < 0) throw Wrong(config, "slot_bytes is negative");
   if (config.deadline_ms < 0) throw Wrong(config, "deadline_ms is negative");
-  if (config.num_lines < 0 || config.sm_budget < 0) throw Wrong(config, "a count is negative");
+  if (config.num_lines < 0 || config.sm_budget < 0 || config.comm_ctas < 0) {
+    throw Wrong(config, "num_lines, sm_budget or comm_ctas is negative");
+  }
   const size_t per_line = static_cast<size_t>(config.num_ranks);
   const bool whole = config.num_lines == 0;
   if (config.members.empty() || (whole && config.members.size() % per_line != 0)) {

@@ -35,6 +35,7 @@ Line::Line(const GroupConfig& config, int32_t index, const std::vector<Member>& 
       index_(index),
       deadline_ms_(config.deadline_ms),
       sm_budget_(config.sm_budget),
+      comm_ctas_(config.comm_ctas),
       order_(config.num_ranks) {
   if (config.platform == "cpu") {
     layout_.num_ranks = config.num_ranks;

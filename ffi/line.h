@@ -29,6 +29,7 @@ struct GroupConfig {
   std::string platform = "cpu";
   uint32_t start_epoch = 0;  // tests begin near 2^32
   int32_t sm_budget = 0;     // multiprocessors that a kernel may take; 0 takes all
+  int32_t comm_ctas = 0;     // CTAs of a fused kernel that communicate; 0 lets it choose
 };
 
 // Makes the heaps of the ranks of one line that are in this process.
@@ -54,6 +55,7 @@ class Line {
   int64_t session() const { return session_; }
   int64_t deadline_ms() const { return deadline_ms_; }
   int32_t sm_budget() const { return sm_budget_; }
+  int32_t comm_ctas() const { return comm_ctas_; }
   SymmetricHeap& heap() { return *heap_; }
   CallInfo MakeCall(int rank, Operator op, uint32_t agreement) const;
 
@@ -89,6 +91,7 @@ class Line {
   int32_t index_;
   int64_t deadline_ms_;
   int32_t sm_budget_;
+  int32_t comm_ctas_;
   CallOrder order_;
   HeapLayout layout_;
   std::unique_ptr<SymmetricHeap> heap_;

@@ -48,7 +48,7 @@ using Members = std::vector<std::tuple<int32_t, int32_t, int32_t>>;
 GroupConfig MakeConfig(int64_t session, int32_t num_ranks, const Members& members,
                        int64_t slot_bytes, int64_t num_slots, int64_t deadline_ms,
                        const std::string& platform, uint32_t start_epoch, int32_t num_lines,
-                       int32_t sm_budget) {
+                       int32_t sm_budget, int32_t comm_ctas) {
   GroupConfig config;
   config.session = session;
   config.num_ranks = num_ranks;
@@ -60,6 +60,7 @@ GroupConfig MakeConfig(int64_t session, int32_t num_ranks, const Members& member
   config.platform = platform;
   config.start_epoch = start_epoch;
   config.sm_budget = sm_budget;
+  config.comm_ctas = comm_ctas;
   return config;
 }
 
@@ -67,7 +68,7 @@ void GroupCreate(int64_t session, int32_t num_ranks, const Members& members, int
                  int64_t num_slots, int64_t deadline_ms, const std::string& platform,
                  uint32_t start_epoch, int32_t sm_budget) {
   CreateGroup(MakeConfig(session, num_ranks, members, slot_bytes, num_slots, deadline_ms, platform,
-                         start_epoch, 0, sm_budget));
+                         start_epoch, 0, sm_budget, 0));
 }
 
 // Records of one process as bytes. Another build of the library may lay them out otherwise.
@@ -76,10 +77,10 @@ constexpr char kMagic[] = "jax_ulysses heap records 1";
 nb::bytes GroupPrepare(int64_t session, int32_t num_ranks, const Members& members,
                        int64_t slot_bytes, int64_t num_slots, int64_t deadline_ms,
                        const std::string& platform, uint32_t start_epoch, int32_t num_lines,
-                       int32_t sm_budget) {
+                       int32_t sm_budget, int32_t comm_ctas) {
   const std::vector<HeapRecord> records =
       PrepareGroup(MakeConfig(session, num_ranks, members, slot_bytes, num_slots, deadline_ms,
-                              platform, start_epoch, num_lines, sm_budget));
+                              platform, start_epoch, num_lines, sm_budget, comm_ctas));
   std::string bytes(kMagic, sizeof(kMagic));
   bytes.append(reinterpret_cast<const char*>(records.data()), records.size() * sizeof(HeapRecord));
   return nb::bytes(bytes.data(), bytes.size());
@@ -192,7 +193,7 @@ NB_MODULE(_targets, m) {
         "RuntimeError when memory is refused.");
   m.def("group_prepare", &jax_ulysses::GroupPrepare, "session"_a, "num_ranks"_a, "members"_a,
         "slot_bytes"_a, "num_slots"_a = 2, "deadline_ms"_a = 30000, "platform"_a = "cpu",
-        "start_epoch"_a = 0, "num_lines"_a = 0, "sm_budget"_a = 0,
+        "start_epoch"_a = 0, "num_lines"_a = 0, "sm_budget"_a = 0, "comm_ctas"_a = 0,
         "The first half of group_create, where lines span processes: members are those of this "
         "process. Returns what group_connect needs in every process.");
   m.def("group_connect", &jax_ulysses::GroupConnect, "session"_a, "records"_a,

@@ -21,11 +21,14 @@ class Config:
         runs none of its own beside it. Without, the two can deadlock: one rank's
         GPU full of the call, another's of XLA's collective. ``0`` in
         ``JAX_ULYSSES_COLLECTIVE_CALLS`` turns it off. Read when a program is traced.
+      comm_ctas: multiprocessors of which a spare warp communicates in a fused CUDA
+        call; 0 takes as many as an NVLink needs. For tuning. Read by ``initialize``.
     """
 
     implementation: str | None = None
     deadline_s: float = 30.0
     collective_calls: bool = True
+    comm_ctas: int = 0
 
 
 def _from_environment() -> Config:

@@ -118,7 +118,13 @@ def initialize(
         raise ValueError(f"workspace_bytes={workspace_bytes} must be positive.")
     if sm_budget is not None and sm_budget < 1:
         raise ValueError(f"sm_budget={sm_budget} must be None or at least 1.")
-    arguments = (mesh, workspace_bytes, config.deadline_s, sm_budget)
+    arguments = (
+        mesh,
+        workspace_bytes,
+        config.deadline_s,
+        sm_budget,
+        config.comm_ctas,
+    )
     with _lock:
         group = _groups.get(axes)
         if group is not None:
@@ -208,6 +214,7 @@ def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
         num_slots=NUM_SLOTS,
         deadline_ms=round(config.deadline_s * 1000),
         sm_budget=sm_budget or 0,
+        comm_ctas=config.comm_ctas,
     )
     session, unavailable = heaps.create(plan, platform)
     report = GroupReport(
@@ -222,9 +229,9 @@ def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
 
 
 def _describe(arguments) -> str:
-    mesh, workspace_bytes, deadline_s, sm_budget = arguments
+    mesh, workspace_bytes, deadline_s, sm_budget, comm_ctas = arguments
     return (
         f"mesh {dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}, "
         f"workspace_bytes={workspace_bytes}, deadline_s={deadline_s}, "
-        f"sm_budget={sm_budget}"
+        f"sm_budget={sm_budget}, comm_ctas={comm_ctas}"
     )

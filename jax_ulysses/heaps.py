@@ -33,6 +33,7 @@ class Plan:
       num_slots: slots of each heap.
       deadline_ms: of every wait; 0 for none.
       sm_budget: multiprocessors that a call may take; 0 for all.
+      comm_ctas: of these, how many communicate in a fused call; 0 lets it choose.
     """
 
     mesh: Mesh
@@ -43,6 +44,7 @@ class Plan:
     num_slots: int
     deadline_ms: int
     sm_budget: int
+    comm_ctas: int = 0
 
     def options(self) -> dict:
         """Arguments of the extension module."""
@@ -63,6 +65,7 @@ class Plan:
             self.num_slots,
             self.deadline_ms,
             self.sm_budget,
+            self.comm_ctas,
         ]
 
 
@@ -178,6 +181,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
             platform="cuda",
             num_lines=plan.mesh.size // plan.num_ranks,
             sm_budget=plan.sm_budget,
+            comm_ctas=plan.comm_ctas,
             **plan.options(),
         )
         prepared = session

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <mutex>
 #include <thread>
+#include <type_traits>
 
 #include "cuda/runtime.h"
 #include "jax_ulysses/launch.h"
@@ -125,6 +126,7 @@ ffi::Error Enqueue(const char* target, const RankHandle& handle, Operator op, co
   call.info = line.MakeCall(handle.rank, op, args.agreement);
   call.mailbox = line.heap().mailbox(handle.rank);
   call.sm_budget = line.sm_budget();
+  if constexpr (std::is_base_of_v<FusedCall, Call>) call.comm_ctas = line.comm_ctas();
   const InjectedFault injected = line.TakeInjected(handle.rank);
   switch (injected.kind) {
     case Injection::kNone:

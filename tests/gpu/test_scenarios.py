@@ -78,5 +78,5 @@ def test_beside_collectives_of_xla(num_ranks, make_rig):
     value = result.value
     assert value["fault"] is None, value
     assert value["finite"]
-    assert value["async_sums"] > 0, value
+    assert value["async_sums"] + value["sums"] >= 4, value
     assert value["annotated"] > 0, value
