@@ -58,7 +58,7 @@ def register() -> None:
                 jax.ffi.register_ffi_target(
                     name, capsule, platform=theirs, api_version=1
                 )
-        _targets._registered = True
+        vars(_targets)["_registered"] = True
 
 
 register()

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import jax
 from jax.sharding import Mesh
@@ -160,7 +160,7 @@ def finalize() -> None:
 
 
 @contextlib.contextmanager
-def registered(axes: tuple[str, ...], group: Group) -> Iterator[None]:
+def registered(axes: tuple[str, ...], group: Group) -> Generator[None]:
     """Puts a group that was made elsewhere in place inside a ``with`` block.
 
     Raises:

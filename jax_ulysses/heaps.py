@@ -165,18 +165,16 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
         return "this process has no device in the mesh", None
     rendezvous = Rendezvous(plan.mesh, f"initialize {plan.axes}")
     processes = rendezvous.processes
-    targets = None
     prepared = None
     connecting = False
 
     def offer():
-        nonlocal targets
-        targets = _native_targets()
+        _require_kernels()
         return {"plan": plan.summary(), "session": next(_sessions)}
 
     def prepare():
         nonlocal prepared
-        blob = targets.group_prepare(
+        blob = _targets().group_prepare(
             session=session,
             platform="cuda",
             num_lines=plan.mesh.size // plan.num_ranks,
@@ -188,7 +186,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
         return base64.b64encode(blob).decode()
 
     def connect():
-        targets.group_connect(session, [base64.b64decode(b) for b in blobs])
+        _targets().group_connect(session, [base64.b64decode(b) for b in blobs])
 
     try:
         offers = rendezvous.exchange(offer)
@@ -202,20 +200,20 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
         rendezvous.exchange(connect)
     except (PeerFailure, RuntimeError) as error:
         if prepared is not None:
-            targets.group_close(prepared)
+            _targets().group_close(prepared)
             if connecting:
                 rendezvous.wait(FINALIZE_TIMEOUT_S)
-            targets.group_destroy(prepared)
+            _targets().group_destroy(prepared)
         if isinstance(error, PeerFailure):
             if error.unavailable:
                 return str(error), None
             raise RuntimeError(f"jax_ulysses.initialize: {error}") from error.__cause__
         raise
-    _watchdog.watch(session, targets.group_info)
+    _watchdog.watch(session, _targets().group_info)
     return None, session
 
 
-def _native_targets():
+def _require_kernels() -> None:
     try:
         targets = _targets()
     except ImportError as error:
@@ -224,7 +222,6 @@ def _native_targets():
         ) from error
     if "cuda" not in targets.build_info()["platforms"]:
         raise NotImplementedError("this build contains no CUDA kernels")
-    return targets
 
 
 def _targets():

@@ -4,6 +4,7 @@
 Both run the same targets with the same attributes; only the platform differs.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,7 +49,7 @@ class _Native:
             return f"multiplies {GEMM_DTYPES}, not {request.dtype}"
         return None
 
-    def _around(self):
+    def _around(self) -> Callable | None:
         """What goes around the FFI call itself."""
         return None
 
@@ -114,14 +115,15 @@ class _Cuda(_Native):
 
     def _refusal(self, request: Request, found: group.Group) -> str | None:
         # Asked of the code that will launch the call, so that the two cannot differ.
-        return _targets().can_implement(
+        reason = _targets().can_implement(
             slot_bytes=found.plan.slot_bytes,
             num_slots=found.plan.num_slots,
             sm_budget=found.plan.sm_budget,
             **description(request),
         )
+        return None if reason is None else str(reason)
 
-    def _around(self):
+    def _around(self) -> Callable | None:
         if not config.collective_calls:
             return None
         # XLA's async collectives must not run beside a kernel that waits for its peers.

@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -59,7 +60,7 @@ def main() -> None:
 
 def _leave(index: int, num_ranks: int) -> None:
     """Lets process 0, which holds the store that all others listen to, go last."""
-    client = distributed.global_state.client
+    client: Any = distributed.global_state.client
     key = "jax_ulysses/testing/left/{}".format
     client.key_value_set(key(index), "")
     for other in range(num_ranks) if index == 0 else ():

@@ -3,9 +3,10 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from typing import cast
 
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jax_ulysses import group, heaps
 from jax_ulysses._typing import AxisName
@@ -32,7 +33,7 @@ def dry_group(
     *,
     workspace_bytes: int = group.DEFAULT_WORKSPACE_BYTES["cuda"],
     sm_budget: int | None = None,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Stands in for ``initialize`` while programs are traced for GPUs.
 
     Selection then takes ``cuda`` for what its kernels can do, and the program can
@@ -51,9 +52,10 @@ def dry_group(
       RuntimeError: a group along this axis exists.
     """
     axes = axis_tuple(axis_name)
+    stand_in = cast(Mesh, mesh)  # Nobody asks it for devices.
     num_ranks = math.prod(mesh.shape[a] for a in axes)
     plan = heaps.Plan(
-        mesh=mesh,
+        mesh=stand_in,
         axes=axes,
         num_ranks=num_ranks,
         members=[],
@@ -71,5 +73,6 @@ def dry_group(
         unavailable={},
     )
     # No session has id 0, so a program that is run after all is refused.
-    with group.registered(axes, group.Group(0, mesh, report, (mesh, "dry"), plan)):
+    dry = group.Group(0, stand_in, report, (mesh, "dry"), plan)
+    with group.registered(axes, dry):
         yield
