@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ulysses import AttentionParams, TokenOrder, ulysses_attention
@@ -281,7 +281,8 @@ def _place(mesh, tree, spec):
         return tree
 
     def leaf(spec, value):
-        return jax.tree.map(lambda v: jax.sharding.reshard(v, spec), value)
+        where = NamedSharding(mesh, spec)
+        return jax.tree.map(lambda v: jax.sharding.reshard(v, where), value)
 
     if isinstance(spec, dict):
         return {name: leaf(spec[name], value) for name, value in tree.items()}

@@ -114,13 +114,7 @@ def test_meshes(name):
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(
-            "argument",
-            marks=pytest.mark.xfail(
-                raises=ValueError,
-                reason="an Explicit mesh given as an argument still needs jax.set_mesh",
-            ),
-        ),
+        "argument",
         "context",
         "both",
     ],
