@@ -20,6 +20,8 @@ def scatter_heads(
 ) -> HeadShard:
     """Exchanges sequence shards for head shards; bit-exact.
 
+    (One exception: XLA:CPU may change the payload of a bf16 NaN; it stays a NaN.)
+
     Args:
       x: [B, T, N, H], any dtype (also fp8 and int8 payloads). Must be sharded on
         the axis.

@@ -16,7 +16,7 @@ from jax_ulysses.models import UlyssesAttention
 from tests.helpers import hlo, mapping_oracle, oracle
 from tests.helpers.attention_cases import LayerCase
 from tests.helpers.modules import module_of
-from tests.helpers.worlds import after, world
+from tests.helpers.worlds import world
 
 FULL = {"bias": True, "qk_norm": True, "sinks": True}
 
@@ -43,7 +43,7 @@ def _compare(case, w, implementation=None, sharded=True, backward=True, **kwargs
             return nnx.merge(graph, state)(x, **tokens, **context)
 
         out, back = jax.vjp(fn, state, x)
-        return out, back(after(out, ct))
+        return out, back(ct)
 
     expected = case.oracle(*true)
     with jax.set_mesh(w.mesh):
