@@ -19,7 +19,6 @@ LONG_FILES: dict[str, str] = {
     "ffi/cuda/cuda_heap.cc": "one heap: allocation beside what gives it back",
     "ffi/group.cc": "one registry behind one lock",
     "ffi/targets.py": "three targets, half of it docstrings, over shared helpers",
-    "ffi/targets.py": "three wrappers and their result types, mostly docstrings",
     "jax_ulysses/api.py": "six operators, mostly docstrings, over two helpers",
     "jax_ulysses/attention.py": "one function, a third of it docstrings",
     "models/attention.py": "one module class, a third of it docstrings",
