@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 # Builds and runs the GPU tests of the kernels (all ranks on one GPU; an H100 or H200). Every
-# program has a time limit. Usage: tools/gpu_test.sh [quick|full|bench] [build folder]
+# program has a time limit. Usage: tools/gpu_test.sh [quick|full|bench|devices] [build folder]
 set -u
 what=${1:-quick}
 build=${2:-build/gpu}
@@ -9,7 +9,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 if [ ! -x "$build/fused_test" ]; then
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DJAX_ULYSSES_CUDA=ON \
     -DJAX_ULYSSES_GPU_TESTS=ON ${JAX_ULYSSES_CUTLASS_INCLUDE:+-DJAX_ULYSSES_CUTLASS_INCLUDE="$JAX_ULYSSES_CUTLASS_INCLUDE"} &&
-    cmake --build "$build" --target launch_test fused_test exchange_test fused_bench ring_bench || exit 1
+    cmake --build "$build" --target launch_test fused_test exchange_test fused_bench devices_bench ring_bench || exit 1
 fi
 failed=0
 run() {
@@ -40,6 +40,12 @@ full)
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/fused_test" small
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/exchange_test" small
   done
+  ;;
+devices)
+  # The kernels are loaded before any of them spins.
+  CUDA_MODULE_LOADING=EAGER
+  export CUDA_MODULE_LOADING
+  run 200 "$build/devices_bench" 40
   ;;
 bench)
   run 300 "$build/fused_bench" 50

@@ -33,8 +33,8 @@ Status CheckExchange(const HeadExchange& ex, int64_t batch) {
   }
   if (batch < 1 || ex.local_tokens < 1) return Invalid("batch and tokens must be at least 1");
   if (ex.num_segments > kMaxFusedSegments) {
-    return Unsupported("at most " + std::to_string(kMaxFusedSegments) + " segments, this call has " +
-                       std::to_string(ex.num_segments));
+    return Unsupported("at most " + std::to_string(kMaxFusedSegments) +
+                       " segments, this call has " + std::to_string(ex.num_segments));
   }
   if (batch * ex.local_tokens * ex.num_ranks > kMaxElements / 2 ||
       ex.fused_columns() > kMaxElements / 2) {
@@ -132,7 +132,8 @@ Status CheckCall(const A2aGemmCall& call, int32_t /*tile_rows*/, int32_t /*tile_
       return Unsupported("the gathered operand of replicated heads is not built by this kernel");
     }
   }
-  status = CheckHeap(call.info.layout, call.exchange.num_ranks, SlotBytes(call), CeilDiv(g.rows, kPieceRows));
+  status = CheckHeap(call.info.layout, call.exchange.num_ranks, SlotBytes(call),
+                     CeilDiv(g.rows, kPieceRows));
   if (!status.ok()) return status;
   if (!Aligned({call.parts[0], call.parts[1], call.parts[2], call.parts[3], call.w, call.y,
                 call.gathered})) {

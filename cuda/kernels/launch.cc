@@ -41,8 +41,8 @@ Status LoadKernel(const Entry& entry) {
       entry.rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, entry.shared_bytes);
   if (error != cudaSuccess) return CudaError("cudaFuncSetAttribute", error);
   int blocks = 0;
-  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(
-      &blocks, entry.rank_kernel, entry.threads, static_cast<size_t>(entry.shared_bytes));
+  error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, entry.rank_kernel, entry.threads,
+                                                        static_cast<size_t>(entry.shared_bytes));
   if (error != cudaSuccess) {
     return CudaError("cudaOccupancyMaxActiveBlocksPerMultiprocessor", error);
   }
@@ -150,8 +150,14 @@ class Key {
     return *this;
   }
   Key& AddFused(const FusedCall& call) {
-    return Add(call.info).Add(call.exchange).Add(call.batch).Add(call.w).Add(call.bias).Add(
-        call.mailbox).Add(call.communicate).Add(call.compute);
+    return Add(call.info)
+        .Add(call.exchange)
+        .Add(call.batch)
+        .Add(call.w)
+        .Add(call.bias)
+        .Add(call.mailbox)
+        .Add(call.communicate)
+        .Add(call.compute);
   }
   const std::string& text() const { return text_; }
 
@@ -178,8 +184,13 @@ Key KeyOf(const ExchangeCall& call) {
       .Add(call.mailbox);
 }
 Key KeyOf(const PsumCall& call) {
-  return Key().Add(call.info).Add(call.type).Add(call.count).Add(call.in).Add(call.out).Add(
-      call.mailbox);
+  return Key()
+      .Add(call.info)
+      .Add(call.type)
+      .Add(call.count)
+      .Add(call.in)
+      .Add(call.out)
+      .Add(call.mailbox);
 }
 
 template <class Call>

@@ -47,8 +47,8 @@ void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
     p.k_tiles += g.num_ranks * static_cast<int32_t>(CeilDiv(g.columns[seg], C::kTileK));
     p.args.parts[seg] = static_cast<const char*>(call.parts[seg]);
     p.args.own_block[seg] = SourceBlockOffset(g, seg, g.rank, sizeof(Element));
-    p.from_input[seg] = MakeOperands<C>(call.parts[seg],
-                                        {g.rows * g.num_ranks, g.columns[seg], 1}, call.w, w);
+    p.from_input[seg] =
+        MakeOperands<C>(call.parts[seg], {g.rows * g.num_ranks, g.columns[seg], 1}, call.w, w);
     for (int slot = 0; slot < call.info.layout.num_slots; ++slot) {
       p.from_slot[slot][seg] = MakeOperands<C>(
           SlotAddress(call.info, slot) + SourceBlockOffset(g, seg, 0, sizeof(Element)),
@@ -76,8 +76,7 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
   p.args.element_bytes = sizeof(Element);
   p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
   p.depth = static_cast<int32_t>(call.depth);
-  p.operands =
-      MakeOperands<C>(call.x, {g.rows, p.depth, 1}, call.w, {p.depth, g.fused_columns});
+  p.operands = MakeOperands<C>(call.x, {g.rows, p.depth, 1}, call.w, {p.depth, g.fused_columns});
   const bool one_run = g.rows == g.run_rows;
   for (int seg = 0; seg < g.num_segments; ++seg) {
     const int32_t columns = g.columns[seg];
@@ -85,9 +84,9 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
     p.args.out[seg] = static_cast<char*>(call.out[seg]);
     p.args.own_block[seg] = MadeBlockOffset(g, seg, g.block(seg, g.rank), sizeof(Element));
     const int64_t first = one_run ? g.HeadShardRows(g.rank, 0).begin : 0;
-    p.to_output[seg] = MakeOutput<C>(out + first * columns, one_run ? g.rows : g.rows * g.num_ranks,
-                                     columns, 1,
-                                     Advance<Element>(call.bias, g.block_begin(seg, g.rank)));
+    p.to_output[seg] =
+        MakeOutput<C>(out + first * columns, one_run ? g.rows : g.rows * g.num_ranks, columns, 1,
+                      Advance<Element>(call.bias, g.block_begin(seg, g.rank)));
     for (int slot = 0; slot < call.info.layout.num_slots; ++slot) {
       p.to_slot[slot][seg] = MakeOutput<C>(
           SlotAddress(call.info, slot) + MadeBlockOffset(g, seg, 0, sizeof(Element)), g.rows,
@@ -132,12 +131,12 @@ KernelEntry<Call> MakeEntry() {
 }  // namespace jax_ulysses
 
 // JU_INSTANTIATE(A2aGemm, name, element, transposed, rows, columns, test)
-#define JU_INSTANTIATE(op, name, element, transposed, rows, columns, test)                   \
-  namespace jax_ulysses {                                                                    \
-  KernelEntry<op##Call> name() {                                                             \
-    using Tile = cute::Shape<cute::Int<rows>, cute::Int<columns>, cute::_64>;                \
-    return MakeEntry<op##Params, op##Call, GemmConfig<element, transposed, Tile, test>>();   \
-  }                                                                                          \
+#define JU_INSTANTIATE(op, name, element, transposed, rows, columns, test)                 \
+  namespace jax_ulysses {                                                                  \
+  KernelEntry<op##Call> name() {                                                           \
+    using Tile = cute::Shape<cute::Int<rows>, cute::Int<columns>, cute::_64>;              \
+    return MakeEntry<op##Params, op##Call, GemmConfig<element, transposed, Tile, test>>(); \
+  }                                                                                        \
   }
 
 #endif  // JAX_ULYSSES_KERNELS_SM90_ENTRY_CUH_

@@ -52,8 +52,8 @@ JU_D void Receive(const ExchangeParams& p, Protocol& protocol,
   }
 }
 template <bool kTest, class Protocol>
-JU_D void Send(const PsumParams& p, Protocol& protocol,
-               typename ExchangeShared<kTest>::Ring& ring, int32_t worker, int32_t workers) {
+JU_D void Send(const PsumParams& p, Protocol& protocol, typename ExchangeShared<kTest>::Ring& ring,
+               int32_t worker, int32_t workers) {
   PsumPush<Protocol> push(p.args, protocol, worker, workers);
   if (p.args.bulk) {
     ring.Run(push);
@@ -62,8 +62,8 @@ JU_D void Send(const PsumParams& p, Protocol& protocol,
   }
 }
 template <bool kTest, class Protocol>
-JU_D void Receive(const PsumParams& p, Protocol& protocol,
-                  typename ExchangeShared<kTest>::Ring&, int32_t worker, int32_t workers) {
+JU_D void Receive(const PsumParams& p, Protocol& protocol, typename ExchangeShared<kTest>::Ring&,
+                  int32_t worker, int32_t workers) {
   PsumAdd(p.args, protocol, worker, workers);
 }
 
@@ -137,9 +137,11 @@ inline void BuildExchange(const ExchangeCall& call, const LaunchPlan& plan, void
   for (int seg = 0; seg < g.num_segments; ++seg) {
     p.args.in[seg] = static_cast<const char*>(call.in[seg]);
     p.args.out[seg] = static_cast<char*>(call.out[seg]);
-    bulk = bulk && p.args.row_bytes(seg) % 16 == 0 &&
-           (reinterpret_cast<uintptr_t>(call.in[seg]) | reinterpret_cast<uintptr_t>(call.out[seg])) %
-                   16 == 0;
+    bulk =
+        bulk && p.args.row_bytes(seg) % 16 == 0 &&
+        (reinterpret_cast<uintptr_t>(call.in[seg]) | reinterpret_cast<uintptr_t>(call.out[seg])) %
+                16 ==
+            0;
     summed = summed || p.args.Summed(seg);
     const int64_t head_shard = int64_t{g.rows} * g.num_ranks * p.args.row_bytes(seg);
     const int64_t sequence_shard = int64_t{g.rows} * p.args.pitch(seg);

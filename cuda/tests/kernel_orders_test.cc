@@ -123,6 +123,8 @@ void TestHeuristics() {
   JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, small) == TilePolicy::k128x128);
   JU_CHECK(ChooseTile(make(1, 8, 1), 1, [](TilePolicy) { return false; }) == TilePolicy::kAuto);
   JU_CHECK(NumTiles(make(300, 300, 2), kTileShapes[0]) == 3 * 2 * 2);
+  JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 44 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
+  JU_CHECK(DefaultCommCtas(GemmA2aCall(), 132) == 132);
 }
 
 }  // namespace

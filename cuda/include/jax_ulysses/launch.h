@@ -49,17 +49,17 @@ struct FusedCall {
   const void* bias = nullptr;       // or null
   FaultMailbox* mailbox = nullptr;  // or null; an address that the device can write
   TilePolicy tile = TilePolicy::kAuto;
-  int32_t sm_budget = 0;      // CTAs, one an SM; 0 takes all SMs
-  int32_t comm_ctas = 0;      // CTAs whose spare warp communicates; 0 chooses
-  bool communicate = true;    // false: a plain GEMM on whatever lies in the slots
-  bool compute = true;        // false, for benchmarks: a2a_gemm only pushes
-  TestHooks hooks;            // ignored by kernels built without them
+  int32_t sm_budget = 0;    // CTAs, one an SM; 0 takes all SMs
+  int32_t comm_ctas = 0;    // CTAs whose spare warp communicates; 0 chooses
+  bool communicate = true;  // false: a plain GEMM on whatever lies in the slots
+  bool compute = true;      // false, for benchmarks: a2a_gemm only pushes
+  TestHooks hooks;          // ignored by kernels built without them
 };
 
 // y = x @ w + bias; the columns of y go to the ranks that own their heads.
 struct GemmA2aCall : FusedCall {
-  const void* x = nullptr;  // [B,T,D]
-  int64_t depth = 0;        // D
+  const void* x = nullptr;            // [B,T,D]
+  int64_t depth = 0;                  // D
   void* out[kMaxFusedSegments] = {};  // per segment [B,S,local,H]
 };
 

@@ -14,17 +14,31 @@
 
 #include "jax_ulysses/launch.h"
 
-#define CK(call)                                                                               \
-  do {                                                                                         \
-    const cudaError_t error_ = (call);                                                         \
-    if (error_ != cudaSuccess) {                                                               \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_));   \
-      std::fflush(stdout);                                                                     \
-      std::exit(1);                                                                            \
-    }                                                                                          \
+#define CK(call)                                                                             \
+  do {                                                                                       \
+    const cudaError_t error_ = (call);                                                       \
+    if (error_ != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(error_)); \
+      std::fflush(stdout);                                                                   \
+      std::exit(1);                                                                          \
+    }                                                                                        \
   } while (0)
 
 namespace jax_ulysses::testing {
+
+// Ranks are spread over this many devices; 1 puts them all on the current one.
+inline int g_devices = 1;
+inline void UseRank(int rank) {
+  if (g_devices > 1) CK(cudaSetDevice(rank % g_devices));
+}
+inline void SyncDevices() {
+  if (g_devices == 1) CK(cudaDeviceSynchronize());
+  for (int d = 0; g_devices > 1 && d < g_devices; ++d) {
+    CK(cudaSetDevice(d));
+    CK(cudaDeviceSynchronize());
+  }
+  UseRank(0);
+}
 
 class Buffer {
  public:
@@ -121,9 +135,9 @@ __global__ void NaiveGather(HeadExchange ex, int64_t rows, int64_t rank, PartTab
     const int64_t column = owner.packed_column - ex.packed_begin(owner.segment);
     float sum = 0;
     for (int64_t r = 0; r < owner.replicas; ++r) {
-      sum += static_cast<float>(
-          static_cast<const T*>(parts.part[owner.first_rank + r][owner.segment])
-              [row * ex.segment_columns(owner.segment) + column]);
+      sum += static_cast<float>(static_cast<const T*>(
+          parts.part[owner.first_rank + r][owner.segment])[row * ex.segment_columns(owner.segment) +
+                                                           column]);
     }
     g[i] = sum;
   }

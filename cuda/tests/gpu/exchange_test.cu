@@ -120,8 +120,8 @@ class ExchangeWorld {
   std::vector<ExchangeCall> Calls(int set) const {
     std::vector<ExchangeCall> calls(c_.shape.ranks, Probe(c_));
     for (int r = 0; r < c_.shape.ranks; ++r) {
-      calls[r].info = heaps_.Info(r, c_.gather ? Operator::kGather : Operator::kScatter, 5,
-                                  5000000000ull);
+      calls[r].info =
+          heaps_.Info(r, c_.gather ? Operator::kGather : Operator::kScatter, 5, 5000000000ull);
       calls[r].gather = c_.gather;
       calls[r].sum_replicas = c_.sum;
       for (size_t seg = 0; seg < c_.shape.heads.size(); ++seg) {
@@ -180,6 +180,7 @@ class ExchangeWorld {
     }
     return wrong;
   }
+
  private:
   Case c_;
   HeadExchange ex_;

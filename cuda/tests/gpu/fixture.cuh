@@ -20,8 +20,8 @@ inline constexpr int kGrid = 1024, kBlock = 256;
 
 // Columns of one row block of a slot, filled or read by plain kernels.
 template <class T>
-__global__ void FillSourceBlock(HeadExchange ex, int64_t rows, int64_t rank, int seg,
-                                const T* part, T* block) {
+__global__ void FillSourceBlock(HeadExchange ex, int64_t rows, int64_t rank, int seg, const T* part,
+                                T* block) {
   const int64_t columns = ex.segment_columns(seg);
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * columns;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -39,8 +39,8 @@ __global__ void ReadMadeBlock(HeadExchange ex, int64_t rows, int64_t source, int
 }
 
 struct Difference {
-  double relative = 0;          // L2
-  unsigned long long bad = 0;   // NaN, or not exactly equal
+  double relative = 0;         // L2
+  unsigned long long bad = 0;  // NaN, or not exactly equal
 };
 
 // What both operators have in common. `Ops` makes calls and knows inputs and outputs.
@@ -59,12 +59,17 @@ class FixtureBase {
         bad_(8),
         link_(8 * kMaxRanks) {
     const int64_t columns = ex_.fused_columns();
-    w_ = Buffer(columns * shape.model * 2);
-    RandomFill<<<kGrid, kBlock>>>(reinterpret_cast<T*>(w_.get()), columns * shape.model, 99,
-                                  1.0f / std::sqrt(static_cast<float>(shape.model)));
-    bias_ = Buffer(std::max<int64_t>(columns, shape.model) * 2);
-    RandomFill<<<kGrid, kBlock>>>(reinterpret_cast<T*>(bias_.get()),
-                                  std::max<int64_t>(columns, shape.model), 98, 1.0f);
+    // Each device has its own copy.
+    for (int device = 0; device < g_devices; ++device) {
+      UseRank(device);
+      w_.emplace_back(columns * shape.model * 2);
+      RandomFill<<<kGrid, kBlock>>>(reinterpret_cast<T*>(w_.back().get()), columns * shape.model,
+                                    99, 1.0f / std::sqrt(static_cast<float>(shape.model)));
+      bias_.emplace_back(std::max<int64_t>(columns, shape.model) * 2);
+      RandomFill<<<kGrid, kBlock>>>(reinterpret_cast<T*>(bias_.back().get()),
+                                    std::max<int64_t>(columns, shape.model), 98, 1.0f);
+    }
+    UseRank(0);
     CK(cudaMemset(link_.get(), 0, 8 * kMaxRanks));
   }
 
@@ -74,12 +79,15 @@ class FixtureBase {
     call.batch = shape_.batch;
     call.type = entry_.type;
     call.w_transposed = entry_.transposed;
-    call.w = w_.get();
-    call.bias = shape_.bias ? bias_.get() : nullptr;
+    const size_t device = static_cast<size_t>(rank % g_devices);
+    call.w = w_[device].get();
+    call.bias = shape_.bias ? bias_[device].get() : nullptr;
     call.hooks.link = reinterpret_cast<unsigned long long*>(link_.get()) + rank;
   }
-  const T* w() const { return reinterpret_cast<const T*>(w_.get()); }
-  const T* bias() const { return shape_.bias ? reinterpret_cast<const T*>(bias_.get()) : nullptr; }
+  const T* w() const { return reinterpret_cast<const T*>(w_[0].get()); }
+  const T* bias() const {
+    return shape_.bias ? reinterpret_cast<const T*>(bias_[0].get()) : nullptr;
+  }
   Heaps& heaps() { return heaps_; }
   const Shape& shape() const { return shape_; }
   const KernelEntry<Call>& entry() const { return entry_; }
@@ -88,9 +96,11 @@ class FixtureBase {
   }
 
   void PoisonOutputs(cudaStream_t stream = nullptr) const {
-    for (const auto& rank : outputs_) {
-      for (const Buffer& b : rank) b.Poison(stream);
+    for (size_t r = 0; r < outputs_.size(); ++r) {
+      UseRank(static_cast<int>(r));
+      for (const Buffer& b : outputs_[r]) b.Poison(stream);
     }
+    UseRank(0);
   }
   void SaveReference() {
     reference_.clear();
@@ -108,10 +118,10 @@ class FixtureBase {
     for (size_t r = 0; r < outputs_.size(); ++r) {
       if (only_rank >= 0 && static_cast<int>(r) != only_rank) continue;
       for (size_t i = 0; i < outputs_[r].size(); ++i) {
-        CompareExact<<<256, kBlock, 0, stream>>>(
-            reinterpret_cast<const T*>(outputs_[r][i].get()),
-            reinterpret_cast<const T*>(reference_[r][i].get()), scale, outputs_[r][i].bytes() / 2,
-            reinterpret_cast<unsigned long long*>(bad_.get()));
+        CompareExact<<<256, kBlock, 0, stream>>>(reinterpret_cast<const T*>(outputs_[r][i].get()),
+                                                 reinterpret_cast<const T*>(reference_[r][i].get()),
+                                                 scale, outputs_[r][i].bytes() / 2,
+                                                 reinterpret_cast<unsigned long long*>(bad_.get()));
       }
     }
   }
@@ -161,7 +171,8 @@ class FixtureBase {
   KernelEntry<Call> entry_;
   HeadExchange ex_;
   Heaps heaps_;
-  Buffer w_, bias_, sums_, bad_, link_;
+  std::vector<Buffer> w_, bias_;
+  Buffer sums_, bad_, link_;
   std::vector<std::vector<Buffer>> outputs_, reference_;
 };
 
@@ -176,6 +187,7 @@ class A2aGemmFixture : public FixtureBase<A2aGemmCall, T> {
     for (int set = 0; set < kSets; ++set) {
       parts_.emplace_back();
       for (int r = 0; r < shape.ranks; ++r) {
+        UseRank(r);
         parts_.back().emplace_back();
         for (size_t seg = 0; seg < shape.heads.size(); ++seg) {
           const int64_t n = shape.rows() * shape.ranks * this->ex_.segment_columns(seg);
@@ -187,13 +199,14 @@ class A2aGemmFixture : public FixtureBase<A2aGemmCall, T> {
       }
     }
     for (int r = 0; r < shape.ranks; ++r) {
+      UseRank(r);
       this->outputs_.emplace_back();
       this->outputs_.back().emplace_back(shape.rows() * shape.model * 2);
       if (shape.gathered) {
         this->outputs_.back().emplace_back(shape.rows() * this->ex_.fused_columns() * 2);
       }
     }
-    CK(cudaDeviceSynchronize());
+    SyncDevices();
   }
   static A2aGemmCall Probe(const Shape& shape) {
     A2aGemmCall call;
@@ -222,14 +235,13 @@ class A2aGemmFixture : public FixtureBase<A2aGemmCall, T> {
     Buffer g(rows * columns * 4), y(rows * this->shape_.model * 4);
     Difference all;
     for (int r = 0; r < this->shape_.ranks; ++r) {
-      NaiveGather<T><<<kGrid, kBlock>>>(this->ex_, rows, r, Parts(),
-                                        reinterpret_cast<float*>(g.get()));
+      NaiveGather<T>
+          <<<kGrid, kBlock>>>(this->ex_, rows, r, Parts(), reinterpret_cast<float*>(g.get()));
       const dim3 grid((this->shape_.model + 15) / 16, (rows + 15) / 16);
-      NaiveGemm<T><<<grid, dim3(16, 16)>>>(reinterpret_cast<float*>(g.get()), this->w(),
-                                           this->entry_.transposed, this->bias(),
-                                           static_cast<int>(rows), this->shape_.model,
-                                           static_cast<int>(columns),
-                                           reinterpret_cast<float*>(y.get()));
+      NaiveGemm<T><<<grid, dim3(16, 16)>>>(
+          reinterpret_cast<float*>(g.get()), this->w(), this->entry_.transposed, this->bias(),
+          static_cast<int>(rows), this->shape_.model, static_cast<int>(columns),
+          reinterpret_cast<float*>(y.get()));
       this->Merge(all, this->Norm(this->outputs_[r][0].get(), reinterpret_cast<float*>(y.get()),
                                   rows * this->shape_.model));
       if (this->shape_.gathered) {
@@ -284,6 +296,7 @@ class GemmA2aFixture : public FixtureBase<GemmA2aCall, T> {
     for (int set = 0; set < kSets; ++set) {
       x_.emplace_back();
       for (int r = 0; r < shape.ranks; ++r) {
+        UseRank(r);
         const int64_t n = shape.rows() * shape.model;
         Buffer b(n * 2);
         RandomFill<<<kGrid, kBlock>>>(reinterpret_cast<T*>(b.get()), n, r + 1, kScales[set]);
@@ -291,13 +304,14 @@ class GemmA2aFixture : public FixtureBase<GemmA2aCall, T> {
       }
     }
     for (int r = 0; r < shape.ranks; ++r) {
+      UseRank(r);
       this->outputs_.emplace_back();
       for (size_t seg = 0; seg < shape.heads.size(); ++seg) {
         this->outputs_.back().emplace_back(shape.rows() * shape.ranks *
                                            this->ex_.segment_columns(seg) * 2);
       }
     }
-    CK(cudaDeviceSynchronize());
+    SyncDevices();
   }
   static GemmA2aCall Probe(const Shape& shape) {
     GemmA2aCall call;
@@ -342,8 +356,8 @@ class GemmA2aFixture : public FixtureBase<GemmA2aCall, T> {
         Buffer want(n * 4);
         NaiveScatter<<<kGrid, kBlock>>>(this->ex_, rows, q, static_cast<int>(seg), results,
                                         reinterpret_cast<float*>(want.get()));
-        this->Merge(all, this->Norm(this->outputs_[q][seg].get(),
-                                    reinterpret_cast<float*>(want.get()), n));
+        this->Merge(
+            all, this->Norm(this->outputs_[q][seg].get(), reinterpret_cast<float*>(want.get()), n));
       }
     }
     return all;
@@ -356,10 +370,10 @@ class GemmA2aFixture : public FixtureBase<GemmA2aCall, T> {
       for (int seg = 0; seg < g.num_segments; ++seg) {
         for (int dest = 0; dest < this->shape_.ranks; ++dest) {
           if (dest == r && !PullOrder::OwnInSlot(g, seg, this->in_place())) continue;
-          ReadMadeBlock<T><<<64, kBlock>>>(
-              this->ex_, g.rows, r, seg,
-              this->SlotData(r, MadeBlockOffset(g, seg, g.block(seg, dest), 2)),
-              reinterpret_cast<T*>(this->outputs_[dest][seg].get()));
+          ReadMadeBlock<T>
+              <<<64, kBlock>>>(this->ex_, g.rows, r, seg,
+                               this->SlotData(r, MadeBlockOffset(g, seg, g.block(seg, dest), 2)),
+                               reinterpret_cast<T*>(this->outputs_[dest][seg].get()));
         }
       }
     }

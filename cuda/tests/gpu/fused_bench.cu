@@ -22,9 +22,9 @@ struct GeometryCase {
   int heads, kv_heads, head_dim, model, sequence;
 };
 constexpr GeometryCase kCases[] = {
-    {"llama3_8b", 32, 8, 128, 4096, 16384},   {"llama3_8b", 32, 8, 128, 4096, 4096},
-    {"qwen25_14b", 40, 8, 128, 5120, 16384},  {"wan_dit_14b", 40, 40, 128, 5120, 16384},
-    {"gpt_oss_d64", 64, 8, 64, 2880, 16384},  {"qwen3_1p7b", 16, 8, 128, 2048, 16384},
+    {"llama3_8b", 32, 8, 128, 4096, 16384},      {"llama3_8b", 32, 8, 128, 4096, 4096},
+    {"qwen25_14b", 40, 8, 128, 5120, 16384},     {"wan_dit_14b", 40, 40, 128, 5120, 16384},
+    {"gpt_oss_d64", 64, 8, 64, 2880, 16384},     {"qwen3_1p7b", 16, 8, 128, 2048, 16384},
     {"qwen3_235b_kv4", 64, 4, 128, 4096, 16384},
 };
 
@@ -33,7 +33,7 @@ struct Variant {
   int comm_ctas;
   bool gemm;         // runs the kernel under test
   bool communicate;  // fused
-  bool exchange;     // runs the separate exchange: before a GEMM that consumes, after one that makes
+  bool exchange;  // runs the separate exchange: before a GEMM that consumes, after one that makes
   bool throttled;
   bool compute = true;
 };
@@ -117,7 +117,8 @@ void Bench(const GeometryCase& c, int ranks, const KernelEntry<typename Fixture:
     }
   }
   const double ns_per_byte = NumSms() / (kLinkGbps * base.ctas);
-  const SeparateExchange exchange(s, Fixture::kPush, 0), slow_exchange(s, Fixture::kPush, ns_per_byte);
+  const SeparateExchange exchange(s, Fixture::kPush, 0),
+      slow_exchange(s, Fixture::kPush, ns_per_byte);
   std::vector<WorldLaunch<Call>> launches;
   for (const Variant& v : variants) {
     std::vector<Call> calls = f.Calls(0, v.communicate);
@@ -166,9 +167,9 @@ void Bench(const GeometryCase& c, int ranks, const KernelEntry<typename Fixture:
         "\"tflops\":%.0f,\"over_pure\":%.3f}\n",
         Fixture::kPush ? "a2a_gemm" : "gemm_a2a", c.name, c.sequence, ranks,
         static_cast<int>(s.rows()), static_cast<int>(s.Exchange().fused_columns()), s.model,
-        entry.tile_rows, entry.tile_columns, entry.transposed ? "t" : "n",
-        variants[i].name.c_str(), base.ctas, variants[i].comm_ctas, us,
-        Percentile(times[i], 0.1), Percentile(times[i], 0.9), flops / us * 1e-6, us / pure);
+        entry.tile_rows, entry.tile_columns, entry.transposed ? "t" : "n", variants[i].name.c_str(),
+        base.ctas, variants[i].comm_ctas, us, Percentile(times[i], 0.1), Percentile(times[i], 0.9),
+        flops / us * 1e-6, us / pure);
   }
   std::fflush(stdout);
   CK(cudaEventDestroy(begin));

@@ -30,8 +30,7 @@ class Streams {
 };
 
 template <class Fixture>
-void Check(const Shape& shape, ElementType type, bool transposed, TilePolicy tile,
-           const char* op) {
+void Check(const Shape& shape, ElementType type, bool transposed, TilePolicy tile, const char* op) {
   KernelEntry<typename Fixture::Call> entry;
   entry.type = type;
   entry.transposed = transposed;
@@ -116,8 +115,8 @@ int Main() {
         Check<A2aGemmFixture<__nv_bfloat16>>(a, ElementType::kBf16, transposed, tile, "a2a_gemm");
         Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, tile, "gemm_a2a");
       }
-      Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed,
-                                           TilePolicy::k256x128, "gemm_a2a");
+      Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, TilePolicy::k256x128,
+                                           "gemm_a2a");
       Check<A2aGemmFixture<__half>>(a, ElementType::kF16, transposed, TilePolicy::kAuto,
                                     "a2a_gemm");
       Check<GemmA2aFixture<__half>>(b, ElementType::kF16, transposed, TilePolicy::kAuto,

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "device_util.cuh"
-#include "jax_ulysses/exchange/copy_ring.h"
 #include "jax_ulysses/comm/ptx_memory.h"
+#include "jax_ulysses/exchange/copy_ring.h"
 
 namespace jax_ulysses::testing {
 namespace {

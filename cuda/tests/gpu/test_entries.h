@@ -38,12 +38,8 @@ std::vector<KernelEntry<Call>> TestEntries() {
   return entries;
 }
 
-inline std::vector<KernelEntry<A2aGemmCall>> A2aGemmEntries() {
-  return TestEntries<A2aGemmCall>();
-}
-inline std::vector<KernelEntry<GemmA2aCall>> GemmA2aEntries() {
-  return TestEntries<GemmA2aCall>();
-}
+inline std::vector<KernelEntry<A2aGemmCall>> A2aGemmEntries() { return TestEntries<A2aGemmCall>(); }
+inline std::vector<KernelEntry<GemmA2aCall>> GemmA2aEntries() { return TestEntries<GemmA2aCall>(); }
 
 }  // namespace testing
 }  // namespace jax_ulysses

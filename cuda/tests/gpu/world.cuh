@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "device_util.cuh"
 #include "jax_ulysses/comm/host_memory.h"
+#include "jax_ulysses/heuristics.h"
 #include "kernels/entry.h"
 
 namespace jax_ulysses::testing {
@@ -17,13 +19,13 @@ namespace jax_ulysses::testing {
 struct Shape {
   int ranks = 4;
   int batch = 1;
-  int tokens = 256;          // T
-  std::vector<int> heads;    // per segment
+  int tokens = 256;        // T
+  std::vector<int> heads;  // per segment
   int head_dim = 128;
-  int model = 512;           // D: depth of gemm_a2a, width of a2a_gemm
+  int model = 512;  // D: depth of gemm_a2a, width of a2a_gemm
   bool zigzag = false;
   bool bias = false;
-  bool gathered = false;     // a2a_gemm only
+  bool gathered = false;  // a2a_gemm only
 
   HeadExchange Exchange() const {
     HeadExchange ex;
@@ -52,9 +54,11 @@ class Heaps {
     layout_.num_ranks = ranks;
     layout_.slot_bytes = slot_bytes;
     for (int r = 0; r < ranks; ++r) {
+      UseRank(r);
       heaps_.emplace_back(layout_.heap_bytes());
       peers_.heap[r] = heaps_.back().get();
     }
+    UseRank(0);
     Reset(0xfffffff0u);  // every test crosses the wrap of the epoch
   }
   void Reset(uint32_t start) {
@@ -65,10 +69,12 @@ class Heaps {
     }
   }
   void PoisonSlots(cudaStream_t stream) const {
-    for (const Buffer& heap : heaps_) {
-      CK(cudaMemsetAsync(heap.get() + layout_.slot(0), 0xff,
+    for (size_t r = 0; r < heaps_.size(); ++r) {
+      UseRank(static_cast<int>(r));
+      CK(cudaMemsetAsync(heaps_[r].get() + layout_.slot(0), 0xff,
                          static_cast<size_t>(layout_.num_slots * layout_.slot_stride()), stream));
     }
+    UseRank(0);
   }
   CallInfo Info(int rank, Operator op, uint32_t agreement, uint64_t deadline_ns) const {
     CallInfo info;
@@ -128,6 +134,37 @@ class WorldLaunch {
   Buffer params_;
 };
 
+// Every rank is a launch of its own: parameters by value.
+template <class Call>
+class RankLaunches {
+ public:
+  RankLaunches(const KernelEntry<Call>& entry, const std::vector<Call>& calls, LaunchPlan plan)
+      : entry_(entry), plan_(plan) {
+    for (size_t r = 0; r < calls.size(); ++r) {
+      UseRank(static_cast<int>(r));
+      CK(cudaFuncSetAttribute(entry.rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              entry.shared_bytes));
+      void* params = nullptr;
+      if (posix_memalign(&params, 1024, static_cast<size_t>(entry.params_bytes)) != 0) {
+        std::abort();
+      }
+      entry.build(calls[r], plan, params);
+      params_.emplace_back(params, std::free);
+    }
+    UseRank(0);
+  }
+  void Run(int rank, cudaStream_t stream) const {
+    void* args[] = {params_[static_cast<size_t>(rank)].get()};
+    CK(cudaLaunchCooperativeKernel(entry_.rank_kernel, dim3(plan_.ctas), dim3(entry_.threads), args,
+                                   static_cast<size_t>(entry_.shared_bytes), stream));
+  }
+
+ private:
+  KernelEntry<Call> entry_;
+  LaunchPlan plan_;
+  std::vector<std::unique_ptr<void, void (*)(void*)>> params_;
+};
+
 inline int NumSms() {
   int sms = 0;
   CK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
@@ -137,7 +174,7 @@ inline int NumSms() {
 inline LaunchPlan PlanFor(int ranks, bool push) {
   LaunchPlan plan;
   plan.ctas = NumSms() / ranks;
-  plan.comm_ctas = push ? (plan.ctas + 1) / 2 : plan.ctas;
+  plan.comm_ctas = push ? std::min(plan.ctas, kPushingCtas) : plan.ctas;
   return plan;
 }
 

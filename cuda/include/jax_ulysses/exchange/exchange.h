@@ -17,17 +17,13 @@ struct ExchangeArgs {
   const char* in[kMaxFusedSegments] = {};
   char* out[kMaxFusedSegments] = {};
   int32_t element_bytes = 1;
-  int32_t gather = 0;                   // 0: sequence shards -> head shards, 1: the reverse
+  int32_t gather = 0;                     // 0: sequence shards -> head shards, 1: the reverse
   SumType sum_replicas = SumType::kNone;  // gather only
   int32_t bulk = 0;
 
-  JU_HD constexpr int32_t row_bytes(int seg) const {
-    return geometry.columns[seg] * element_bytes;
-  }
+  JU_HD constexpr int32_t row_bytes(int seg) const { return geometry.columns[seg] * element_bytes; }
   // Bytes of a row of the sequence shard.
-  JU_HD constexpr int32_t pitch(int seg) const {
-    return geometry.num_blocks(seg) * row_bytes(seg);
-  }
+  JU_HD constexpr int32_t pitch(int seg) const { return geometry.num_blocks(seg) * row_bytes(seg); }
   // Offset of the columns that `rank` owns, in a sequence shard.
   JU_HD constexpr int64_t SequenceOffset(int seg, int32_t row, int32_t rank) const {
     return static_cast<int64_t>(row) * pitch(seg) +
@@ -177,8 +173,8 @@ class ExchangeCopyOut {
       strip.source = args_.in[seg] + args_.SequenceOffset(seg, walk_.row, g.rank);
       source_pitch = args_.pitch(seg);
     }
-    strip.dest = args_.out[seg] + (args_.gather
-                                       ? args_.SequenceOffset(seg, walk_.row, walk_.rank)
+    strip.dest =
+        args_.out[seg] + (args_.gather ? args_.SequenceOffset(seg, walk_.row, walk_.rank)
                                        : static_cast<int64_t>(head_rows.begin) * row_bytes);
     SetRows(strip, rows, row_bytes, source_pitch, args_.gather ? args_.pitch(seg) : row_bytes);
     strip.signal = kNoSignal;
@@ -225,8 +221,7 @@ JU_D void CopyPlain(Work& work) {
     for (int32_t row = 0; row < strip.rows; ++row) {
       char* dest = strip.dest + static_cast<int64_t>(row) * strip.dest_pitch;
       const char* source = strip.source + static_cast<int64_t>(row) * strip.source_pitch;
-      const uint64_t bits = reinterpret_cast<uint64_t>(dest) |
-                            reinterpret_cast<uint64_t>(source) |
+      const uint64_t bits = reinterpret_cast<uint64_t>(dest) | reinterpret_cast<uint64_t>(source) |
                             static_cast<uint64_t>(strip.row_bytes);
       if (bits % 8 == 0) {
         CopyRow<uint64_t>(dest, source, strip.row_bytes);
@@ -282,10 +277,10 @@ JU_D void SumReplicas(const ExchangeArgs& args, Protocol& protocol, const TestHo
         const int32_t row = begin + e / columns, column = e % columns;
         float sum = 0;
         for (int32_t r = 0; r < copies; ++r) {
-          const char* block = protocol.Slot(g.rank) +
-                              SourceBlockOffset(g, seg, first + r, args.element_bytes);
-          sum += LoadAsFloat(block, static_cast<int64_t>(row) * columns + column,
-                             args.sum_replicas);
+          const char* block =
+              protocol.Slot(g.rank) + SourceBlockOffset(g, seg, first + r, args.element_bytes);
+          sum +=
+              LoadAsFloat(block, static_cast<int64_t>(row) * columns + column, args.sum_replicas);
         }
         StoreFloat(args.out[seg] + args.SequenceOffset(seg, row, first), column, args.sum_replicas,
                    sum);

@@ -12,6 +12,9 @@ namespace jax_ulysses {
 // Segments of one fused call; bounds the tensor maps in the kernel parameters.
 inline constexpr int kMaxFusedSegments = 4;
 
+// Rows that are sent, or pulled, at a time. A piece that is pushed has one flag.
+inline constexpr int32_t kPieceRows = 16;
+
 // Rows that lie side by side in a head shard.
 struct RowSpan {
   int32_t begin;   // row of [B*S]

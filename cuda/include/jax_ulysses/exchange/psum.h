@@ -45,8 +45,7 @@ class PsumPush {
     strip.dest = protocol_.Slot(Dest(item_)) + args_.rank * args_.stride() + begin;
     const int64_t left = args_.bytes - begin;
     strip.rows = 1;
-    strip.row_bytes =
-        left < args_.piece_bytes ? static_cast<int32_t>(left) : args_.piece_bytes;
+    strip.row_bytes = left < args_.piece_bytes ? static_cast<int32_t>(left) : args_.piece_bytes;
     strip.signal = item_;
     strip.remote = true;
     return true;

@@ -113,8 +113,7 @@ struct PullOrder {
     return !own_in_place || g.replicated(seg);
   }
   // Whether rank r pulls segment `seg` of `source`.
-  JU_HD static constexpr bool Pulls(const Geometry& g, int32_t source, int seg,
-                                    bool own_in_place) {
+  JU_HD static constexpr bool Pulls(const Geometry& g, int32_t source, int seg, bool own_in_place) {
     return source != g.rank || OwnInSlot(g, seg, own_in_place);
   }
 
@@ -151,7 +150,7 @@ namespace jax_ulysses {
 struct PullArgs {
   Geometry geometry;
   TileOrder order;
-  char* out[kMaxFusedSegments] = {};           // head shards [B*S, columns]
+  char* out[kMaxFusedSegments] = {};          // head shards [B*S, columns]
   int64_t own_block[kMaxFusedSegments] = {};  // what this rank pulls, in the slots of all, bytes
   int32_t element_bytes = 2;
   int32_t own_in_place = 0;

@@ -12,8 +12,6 @@
 
 namespace jax_ulysses {
 
-inline constexpr int32_t kPieceRows = 16;
-
 // Row blocks that GEMM and communication walk together before they go on: a panel of w stays in
 // the cache, and the sender is never far from what the GEMM waits for.
 inline constexpr int32_t kWindowRows = 512;
@@ -62,6 +60,7 @@ JU_HD constexpr int64_t SourceBlockOffset(const Geometry& g, int seg, int32_t so
 #include "jax_ulysses/exchange/copy_ring.h"
 #include "jax_ulysses/exchange/hand_off.h"
 #include "jax_ulysses/exchange/rank_call.h"
+#include "jax_ulysses/exchange/wait_pieces.h"
 
 namespace jax_ulysses {
 
@@ -157,47 +156,6 @@ JU_D void PublishPieces(const PushArgs& args, Protocol& protocol, HandOff<kTest>
   }
 }
 
-// One warp: waits for the pieces of rows [begin, end) from `source`, one piece per lane.
-template <bool kTest, class Protocol>
-JU_D bool WaitPiecesWarp(Protocol& protocol, const TestHooks& hooks, int32_t source, int32_t begin,
-                         int32_t end) {
-  bool ok = true;
-  for (int32_t piece = begin / kPieceRows + static_cast<int32_t>(threadIdx.x % 32);
-       piece * kPieceRows < end; piece += 32) {
-    ok = protocol.WaitTile(source, piece) && ok;
-  }
-  ok = __all_sync(~0u, ok);
-  if (!TestHooks::Removed<kTest>(hooks, kEdgeProxyFence)) ptx::ProxyFence();
-  return ok;
-}
-
-// The same, begun early: the flags are read by Begin and looked at by Finish, with the loads of
-// another block in between.
-template <bool kTest, class Protocol>
-class PiecesPeek {
- public:
-  // Whole warp. At most 32 pieces.
-  JU_D void Begin(const Protocol& protocol, int32_t source, int32_t begin, int32_t end) {
-    const int32_t piece = begin / kPieceRows + static_cast<int32_t>(threadIdx.x % 32);
-    mine_ = piece * kPieceRows < end;
-    source_ = source;
-    if (mine_) word_ = protocol.PeekTile(source, piece);
-  }
-  // True if everything from `source` had arrived by then; it is then acquired.
-  JU_D bool Finish(const Protocol& protocol, const TestHooks& hooks, int32_t source) {
-    if (source != source_ || !__all_sync(~0u, !mine_ || protocol.IsReady(word_))) return false;
-    protocol.AcquirePeeked();
-    __syncwarp();
-    if (!TestHooks::Removed<kTest>(hooks, kEdgeProxyFence)) ptx::ProxyFence();
-    return true;
-  }
-
- private:
-  int32_t source_ = -1;
-  bool mine_ = false;
-  uint32_t word_ = 0;
-};
-
 // Copies what has arrived, and the own block, into the gathered operand [rows, C].
 template <bool kTest, class Protocol>
 class GatherWork {
@@ -206,7 +164,11 @@ class GatherWork {
 
   JU_D GatherWork(const PushArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
                   int32_t workers)
-      : args_(args), protocol_(protocol), hooks_(hooks), item_(worker - workers), stride_(workers) {}
+      : args_(args),
+        protocol_(protocol),
+        hooks_(hooks),
+        item_(worker - workers),
+        stride_(workers) {}
 
   JU_D bool Next(Strip& strip) {
     const Geometry& g = args_.geometry;

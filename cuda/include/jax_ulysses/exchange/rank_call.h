@@ -67,8 +67,7 @@ template <bool kTest>
 JU_D void BeginRank(const RankCall& call, RankShared& shared) {
   if constexpr (kTest) TestHooks::Sleep(call.hooks.start_delay_ns);
   if (threadIdx.x == 0) {
-    shared.aborted =
-        call.communicate && KernelProtocol<kTest>(call.info).Aborted() ? 1u : 0u;
+    shared.aborted = call.communicate && KernelProtocol<kTest>(call.info).Aborted() ? 1u : 0u;
   }
 }
 
@@ -94,7 +93,8 @@ JU_D void CheckEntries(const RankCall& call) {
   if (!WaitSlotFreeWarp(protocol)) return;
   const int num_ranks = static_cast<int>(call.info.layout.num_ranks);
   const int lane = static_cast<int>(threadIdx.x % 32);
-  for (int i = lane; i < num_ranks; i += 32) protocol.PublishEntry((call.info.rank + i) % num_ranks);
+  for (int i = lane; i < num_ranks; i += 32)
+    protocol.PublishEntry((call.info.rank + i) % num_ranks);
   for (int i = lane; i < num_ranks; i += 32) {
     if (!protocol.WaitEntry((call.info.rank + i) % num_ranks)) break;
   }

@@ -11,11 +11,11 @@ namespace jax_ulysses {
 
 struct TestHooks {
   uint32_t removed_edges = kEdgeNone;
-  uint32_t absent = 0;          // the rank does not take part in the call
-  uint32_t start_delay_ns = 0;  // of the whole rank
-  uint32_t epilogue_delay_ns = 0;    // before a tile is stored
-  uint32_t copy_delay_ns = 0;        // before a chunk is loaded
-  float ns_per_byte = 0;             // of what this rank sends or fetches over the link
+  uint32_t absent = 0;                 // the rank does not take part in the call
+  uint32_t start_delay_ns = 0;         // of the whole rank
+  uint32_t epilogue_delay_ns = 0;      // before a tile is stored
+  uint32_t copy_delay_ns = 0;          // before a chunk is loaded
+  float ns_per_byte = 0;               // of what this rank sends or fetches over the link
   unsigned long long* link = nullptr;  // time until which the link is booked
 
   template <bool kTest>

@@ -52,8 +52,8 @@ struct OutputTiles {
 };
 
 template <class C>
-JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const PushArgs& push, int32_t cta,
-                      char* shared_bytes) {
+JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const PushArgs& push,
+                      int32_t cta, char* shared_bytes) {
   using Protocol = KernelProtocol<C::kTest>;
   auto& shared = *reinterpret_cast<typename C::Shared*>(shared_bytes);
   const Geometry& g = push.geometry;

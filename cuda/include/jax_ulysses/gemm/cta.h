@@ -27,8 +27,9 @@ inline constexpr int kCopyStages = 3;
 inline constexpr int kCopyStageBytes = 5632;
 
 inline constexpr int kThreads = 384;
-// Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS gives
-// its producers 40; the communication warp would spill there (96 to 344 bytes), at 72 nothing does.
+// Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS
+// gives its producers 40; the communication warp would spill there (96 to 344 bytes), at 72 nothing
+// does.
 inline constexpr int kProducerRegisters = 72;
 inline constexpr int kConsumerRegisters = 216;
 
@@ -45,11 +46,12 @@ struct GemmConfig {
   static constexpr int kTileK = cute::size<2>(TileShape{});
   static constexpr int kAlignment = 16 / sizeof(Element);  // TMA: 16 bytes
 
-  using LayoutB = cute::conditional_t<kTransposed, cutlass::layout::ColumnMajor,
-                                      cutlass::layout::RowMajor>;
+  using LayoutB =
+      cute::conditional_t<kTransposed, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
   // One rounding: acc + bias in fp32, then converted. A null bias reads as zero.
-  using Bias = cutlass::epilogue::fusion::Sm90RowBroadcast<
-      0, TileShape, Element, float, cute::Stride<cute::_0, cute::_1, int64_t>, 1>;
+  using Bias =
+      cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, Element, float,
+                                                  cute::Stride<cute::_0, cute::_1, int64_t>, 1>;
   using Fusion = cutlass::epilogue::fusion::Sm90EVT<
       cutlass::epilogue::fusion::Sm90Compute<cutlass::plus, Element, float,
                                              cutlass::FloatRoundStyle::round_to_nearest>,
@@ -61,8 +63,8 @@ struct GemmConfig {
       cutlass::epilogue::TmaWarpSpecializedCooperative, Fusion>::CollectiveOp;
 
   using Ring = CopyRing<kCopyStages, kCopyStageBytes, kTest>;
-  static constexpr int kOtherBytes = static_cast<int>(
-      sizeof(typename Epilogue::SharedStorage) + sizeof(typename Ring::Storage) + 1024);
+  static constexpr int kOtherBytes = static_cast<int>(sizeof(typename Epilogue::SharedStorage) +
+                                                      sizeof(typename Ring::Storage) + 1024);
 
   using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
@@ -172,12 +174,11 @@ class Producer {
     Tensor mB = params.tma_load_b.get_tma_tensor(make_shape(b.columns, b.depth, 1));
     Tensor gA = local_tile(domain_offset(make_coord(row, 0, block), mA), typename C::TileShape{},
                            make_coord(_, _, _), Step<_1, X, _1>{});
-    Tensor gB = local_tile(domain_offset(make_coord(column, depth, 0), mB),
-                           typename C::TileShape{}, make_coord(_, _, _), Step<X, _1, _1>{});
+    Tensor gB = local_tile(domain_offset(make_coord(column, depth, 0), mB), typename C::TileShape{},
+                           make_coord(_, _, _), Step<X, _1, _1>{});
     auto k_iterator = make_coord_iterator(idx2crd(0, shape<3>(gA)), shape<3>(gA));
     mainloop_.load(params, pipelines_.main, state_, make_tuple(gA, gB), make_coord(0, 0, _, 0),
-                   k_iterator, k_tiles, cutlass::canonical_lane_idx(), 0,
-                   shared_.tensors.mainloop);
+                   k_iterator, k_tiles, cutlass::canonical_lane_idx(), 0, shared_.tensors.mainloop);
     state_.advance(k_tiles);
     __syncwarp();
   }
@@ -245,11 +246,11 @@ class Consumer {
                   int32_t blocks, int32_t row_tile, int32_t column_tile, int32_t block,
                   Accumulator& accumulator) {
     Epilogue epilogue(params, shared_.tensors.epilogue);
-    auto [unused, next] = epilogue.store(
-        pipelines_.epi_load, epi_load_state_, pipelines_.epi_store, store_state_,
-        cute::make_shape(rows, columns, 1, blocks), typename C::TileShape{},
-        cute::make_coord(row_tile, column_tile, cute::_, block), accumulator, TiledMma{}, thread(),
-        shared_.tensors.epilogue);
+    auto [unused, next] =
+        epilogue.store(pipelines_.epi_load, epi_load_state_, pipelines_.epi_store, store_state_,
+                       cute::make_shape(rows, columns, 1, blocks), typename C::TileShape{},
+                       cute::make_coord(row_tile, column_tile, cute::_, block), accumulator,
+                       TiledMma{}, thread(), shared_.tensors.epilogue);
     store_state_ = next;
   }
 

@@ -23,8 +23,8 @@ struct GemmA2aParams {
 };
 
 template <class C>
-JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const PullArgs& pull, int32_t cta,
-                      char* shared_bytes) {
+JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const PullArgs& pull,
+                      int32_t cta, char* shared_bytes) {
   using Protocol = KernelProtocol<C::kTest>;
   auto& shared = *reinterpret_cast<typename C::Shared*>(shared_bytes);
   const Geometry& g = pull.geometry;
@@ -83,9 +83,8 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
         if (Consumer<C>::is_storing_warp()) hand_off.Give(kNoSignal);
         continue;
       }
-      consumer.Store(p.to_slot[slot][tile.seg], g.rows, g.columns[tile.seg],
-                     g.num_blocks(tile.seg), tile.row_block, tile.col_block,
-                     g.block(tile.seg, tile.dest), accumulator);
+      consumer.Store(p.to_slot[slot][tile.seg], g.rows, g.columns[tile.seg], g.num_blocks(tile.seg),
+                     tile.row_block, tile.col_block, g.block(tile.seg, tile.dest), accumulator);
       if (call.communicate && Consumer<C>::is_storing_warp()) {
         // Bulk groups belong to the thread that committed them. Complete, not only read: the flag
         // says that the bytes are in memory.
@@ -120,7 +119,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     } else if (run && call.communicate && role == WarpRole::kPublisher) {
       Protocol protocol(call.info);
       HandOff<C::kTest> hand_off(shared.hand_off,
-                               TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
+                                 TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
       for (int32_t i = cta; i < order.num_tiles; i += call.ctas) {
         const TileOrder::Tile tile = order.At(g, i);
         if (in_place(tile)) continue;

@@ -21,8 +21,7 @@ JU_D void RunRank(const GemmA2aParams<C>& params, const RankCall& call, const Pu
 }
 
 template <class Params>
-__global__ void __launch_bounds__(kThreads, 1)
-    RankKernel(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kThreads, 1) RankKernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) char shared[];
   RunRank(params, params.call, params.args, static_cast<int32_t>(blockIdx.x), shared);
 }
