@@ -47,9 +47,8 @@ def projection_cases(num_ranks: int) -> dict[str, tuple[Case, bool]]:
         cases[name] = case, True
     for head_dim, dtype in ((80, "bfloat16"), (96, "float16"), (128, "bfloat16")):
         for operator in ("qkv_proj_a2a", "a2a_out_proj"):
-            # float16 is built for w [K, N] only where the gradients' layout is absent.
             case = Case(operator, 1, 160, 320, 2 * p, p, head_dim, dtype, bias=False)
-            cases[f"{operator}-h{head_dim}-{dtype}"] = case, dtype == "bfloat16"
+            cases[f"{operator}-h{head_dim}-{dtype}"] = case, True
     if p > 2:
         case = Case("qkv_proj_a2a", 2, 64, 128, 2 * p, p // 2, 64, "bfloat16", True)
         cases["qkv_proj_a2a-replicated"] = case, False
