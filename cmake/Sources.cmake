@@ -12,8 +12,11 @@ set(JAX_ULYSSES_CORE_HEADERS
     cuda/include/jax_ulysses/exchange/geometry.h
     cuda/include/jax_ulysses/exchange/pull.h
     cuda/include/jax_ulysses/exchange/push.h
+    cuda/include/jax_ulysses/exchange/test_hooks.h
+    cuda/include/jax_ulysses/heuristics.h
     cuda/include/jax_ulysses/layout/head_exchange.h
     cuda/include/jax_ulysses/layout/token_order.h
+    cuda/include/jax_ulysses/launch.h
     cuda/include/jax_ulysses/schedule/a2a_gemm_pieces.h
     cuda/include/jax_ulysses/schedule/gemm_a2a_tiles.h)
 
