@@ -2,6 +2,7 @@
 """What is installed, what is here, what would run and why: ``jax_ulysses doctor``."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import importlib.resources
 import json
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ulysses import dispatch, spec
-from jax_ulysses.selftest import self_test
+from jax_ulysses.selftest import local_group, self_test
 from jax_ulysses.spec import HeadExchange, Request
 
 PACKAGES = ("jax-ulysses", "jax", "jaxlib", "jax-cuda13-plugin", "flax", "numpy")
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     """
     if args.geometry == "list":
         return json.dumps(geometries(), indent=2), 0
-    jax.config.update("jax_num_cpu_devices", VIRTUAL_CPU_DEVICES)
+    with contextlib.suppress(RuntimeError):  # The backends run already: keep them.
+        jax.config.update("jax_num_cpu_devices", VIRTUAL_CPU_DEVICES)
     report: dict[str, Any] = {
         "versions": versions(),
         "devices": devices(),
@@ -81,9 +83,13 @@ def devices() -> dict[str, Any]:
 
 
 def _peers(found) -> str:
-    if found[0].platform == "cpu":
-        return "CPU devices of one process share memory"
-    return "not examined: this version has no GPU peer groups"
+    """Whether the devices of this process can form a peer group, or why not."""
+    with local_group(len(jax.local_devices())) as (_, report):
+        if report is None:
+            return "not examined: this process has peer groups already"
+        name = "host" if found[0].platform == "cpu" else "cuda"
+        reason = report.unavailable.get(name)
+    return f"no group for {name}: {reason}" if reason else f"ready for {name}"
 
 
 def built() -> dict[str, Any]:
@@ -141,14 +147,17 @@ def plan(args: argparse.Namespace) -> dict[str, Any] | None:
         args.seq_len,
         args.dtype,
     )
+    # As after initialize() on P devices, if there are as many here.
+    enough = num_ranks <= len(jax.local_devices())
     operators = {}
-    for request in requests:
-        name, _ = dispatch.select(request, None)
-        reasons = dispatch.explain(request)
-        operators[request.operator] = {
-            "implementation": name,
-            "not": {n: why for n, why in reasons.items() if why is not None},
-        }
+    with local_group(num_ranks) if enough else contextlib.nullcontext():
+        for request in requests:
+            name, _ = dispatch.select(request, None)
+            reasons = dispatch.explain(request)
+            operators[request.operator] = {
+                "implementation": name,
+                "not": {n: why for n, why in reasons.items() if why is not None},
+            }
     return {
         "geometry": args.geometry,
         "N": heads, "K": kv_heads, "H": head_dim, "D": d_model,
