@@ -143,10 +143,11 @@ def initialize(
 def finalize() -> None:
     """Frees all groups and heaps. ``initialize`` may then be called anew.
 
-    Where a mesh spans several processes, each of them must call it. Programs that
-    were compiled before are dropped from JAX's caches where GPUs are involved, since
-    a CUDA graph inside of one would go on to use the freed heap. A program that you
-    compiled ahead of time must not be run after this.
+    Where a mesh spans several processes, each of them must call it. On CPUs a program
+    that was compiled before runs again after a new ``initialize`` on its mesh. On GPUs
+    such programs are dropped from JAX's caches, since a CUDA graph inside of one would
+    go on to use the freed heap, and compile anew; one that you compiled ahead of time
+    must not be run after this.
     """
     with _lock:
         on_gpu = False

@@ -70,6 +70,9 @@ class Plan:
 
 
 _sessions = itertools.count(1)
+# The id is part of compiled programs, which thus outlive finalize and initialize. On
+# GPUs they must not: a CUDA graph in them would use the freed heap.
+_host_sessions: dict[tuple[Mesh, tuple[str, ...]], int] = {}
 _watchdog = Watchdog()
 
 
@@ -154,8 +157,10 @@ def _create_host(plan: Plan) -> tuple[str | None, int | None]:
         targets = _targets()
     except ImportError as error:
         return f"the extension module is not built ({error})", None
-    session = next(_sessions)
+    key = (plan.mesh, plan.axes)
+    session = _host_sessions.get(key) or next(_sessions)
     targets.group_create(session=session, platform="cpu", **plan.options())
+    _host_sessions[key] = session
     return None, session
 
 

@@ -197,6 +197,22 @@ def replicated_weights(rank):
     return None
 
 
+def same_program_again(rank):
+    """A jitted function goes on to work after finalize and a new initialize."""
+    x = array(rank)
+    program = jax.jit(
+        jax.shard_map(
+            scatter(rank), mesh=rank.mesh, in_specs=(SEQUENCE,), out_specs=HEADS
+        )
+    )
+    for size in (1, 2, 1):
+        ju.initialize(rank.mesh, "cp", size * WORKSPACE_BYTES, sm_budget=rank.sm_budget)
+        for _ in range(3):
+            y = program(place(rank.mesh, x, SEQUENCE))
+            assert_same_bits(y, mapping_oracle.scatter(x, rank.num_ranks))
+        ju.finalize()
+
+
 def arguments(rank):
     """Repeated and contradictory calls of initialize, and calls without it."""
     report = initialize(rank)
@@ -274,6 +290,7 @@ SCENARIOS = (
     late_rank,
     fault_other_call,
     fault_missing_rank,
+    same_program_again,
     arguments,
     out_of_memory,
     different_arguments,
