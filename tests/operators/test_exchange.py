@@ -156,6 +156,27 @@ def test_any_payload(dtype, implementation):
     _exchange(world("cp4"), [(2, 8, 8, 5)], dtype, True, implementation)
 
 
+@pytest.mark.parametrize("dtype", ["int4", "uint2", "float4_e2m1fn"])
+def test_packed_payloads_are_right_or_refused(dtype, implementation):
+    w = world("cp4")
+    x = (np.arange(256).reshape(1, 8, 8, 4) % 3).astype(jnp.dtype(dtype))
+    name = implementation.on(w)
+
+    def run():
+        return w.run(
+            lambda x: ju.scatter_heads(x, w.axis, implementation=name),
+            (x,),
+            (w.tokens,),
+            w.heads,
+        )
+
+    if implementation.needs_peers:  # Their targets move whole bytes.
+        with pytest.raises(NotImplementedError, match=f"{dtype} has [24] bits"):
+            run()
+    else:
+        np.testing.assert_array_equal(np.float32(run()), np.float32(x))
+
+
 def test_special_values_survive(implementation):
     w = world("cp4")
     bits = np.arange(65536, dtype=np.uint16).reshape(2, 64, 8, 64)
