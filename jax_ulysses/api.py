@@ -23,8 +23,8 @@ def scatter_heads(
     (One exception: XLA:CPU may change the payload of a bf16 NaN; it stays a NaN.)
 
     Args:
-      x: [B, T, N, H], any dtype (also fp8 and int8 payloads). Must be sharded on
-        the axis.
+      x: [B, T, N, H], any dtype of whole bytes (also fp8 and int8). Must be sharded
+        on the axis.
       axis_name: context-parallel mesh axis, or a tuple of axes, major first.
       token_order: tokens that a sequence shard holds.
       implementation: None for the best that can, a name, or a sequence of names.
@@ -42,6 +42,7 @@ def scatter_heads(
     axes, num_ranks = _enter("scatter_heads", axis_name)
     order = TokenOrder(token_order)
     spec.check_rank("x", x.shape, "B T N H")
+    spec.check_payload("x", x.dtype)
     spec.check_heads("N", x.shape[2], num_ranks)
     spec.check_tokens("x", x.shape[1], num_ranks, order, local=True)
     sharding.check_varying("scatter_heads", "x", x, axes)
@@ -60,8 +61,8 @@ def gather_heads(
     """Exchanges head shards for sequence shards; bit-exact, undoes ``scatter_heads``.
 
     Args:
-      x: [B, S, N/P, H], tokens in global order, any dtype. Must be sharded on the
-        axis.
+      x: [B, S, N/P, H], tokens in global order, any dtype of whole bytes. Must be
+        sharded on the axis.
       axis_name: context-parallel mesh axis, or a tuple of axes, major first.
       token_order: tokens that a sequence shard holds.
       implementation: None for the best that can, a name, or a sequence of names.
@@ -79,6 +80,7 @@ def gather_heads(
     axes, num_ranks = _enter("gather_heads", axis_name)
     order = TokenOrder(token_order)
     spec.check_rank("x", x.shape, "B S N/P H")
+    spec.check_payload("x", x.dtype)
     spec.check_tokens("x", x.shape[1], num_ranks, order, local=False)
     sharding.check_varying("gather_heads", "x", x, axes)
     exchange = HeadExchange(

@@ -4,7 +4,6 @@
 Both run the same targets with the same attributes; only the platform differs.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -35,11 +34,6 @@ class _Native:
         if request.platform != self.platform:
             raise NotImplementedError(
                 f"runs on {self.platform} devices, not on {request.platform}"
-            )
-        if bits(request.dtype) < 8:
-            # XLA packs several elements into a byte, and the targets move bytes.
-            raise NotImplementedError(
-                f"moves whole bytes, but {request.dtype} has {bits(request.dtype)} bits"
             )
         found = group.find(request.exchange.axis_name)
         reason = found.report.unavailable.get(self.name)
@@ -138,14 +132,6 @@ class _Cuda(_Native):
             compute_type="gpu_stream:collective",
             out_memory_spaces=jax.memory.Space.Device,
         )
-
-
-def bits(dtype: str) -> int:
-    """Bits of an element as XLA stores it; bool takes a byte."""
-    for info in (jnp.iinfo, jnp.finfo):
-        with contextlib.suppress(ValueError):
-            return info(jnp.dtype(dtype)).bits
-    return 8 * jnp.dtype(dtype).itemsize
 
 
 def description(request: Request) -> dict[str, Any]:

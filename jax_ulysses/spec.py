@@ -169,6 +169,22 @@ def check_tokens(name: str, length: int, num_ranks: int, order: TokenOrder, *, l
         )
 
 
+def check_payload(name: str, dtype) -> None:
+    """Raises ValueError for dtypes of which several elements share a byte.
+
+    XLA:CPU (jaxlib 0.11.2) aborts the process in an all-to-all of these.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.complexfloating):
+        return
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    if info(dtype).bits < 8:
+        raise ValueError(
+            f"{name} has dtype {dtype.name} of {info(dtype).bits} bits; an exchange "
+            "moves whole bytes. Convert it to int8 or float8, or pack it into uint8."
+        )
+
+
 def check_gemm_dtype(name: str, dtype) -> None:
     """Raises ValueError for payloads that a projection cannot multiply."""
     if jnp.dtype(dtype).name not in GEMM_DTYPES:
