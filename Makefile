@@ -59,7 +59,10 @@ $(VENV)/.build-tools: pyproject.toml tools/requirements.py | $(PY)
 # changed C++ file costs its own compilation only.
 $(VENV)/.installed: pyproject.toml $(NATIVE) $(PACKAGES) $(VENV)/.build-tools
 ifeq ($(JAX_ULYSSES_CUDA),ON)
-	$(PIP) install --no-deps nvidia-cutlass==4.2.0.0
+	$(PIP) install --no-deps $(CUTLASS)
+else ifeq ($(JAX_ULYSSES_CUDA),AUTO)
+	@if command -v nvcc >/dev/null && nvidia-smi -L >/dev/null 2>&1; then \
+	  $(PIP) install --no-deps $(CUTLASS) || echo "no CUTLASS: no CUDA kernels"; fi
 endif
 	$(PIP) install --no-build-isolation -e .
 	@touch $@
