@@ -7,9 +7,11 @@ BIN := $(VENV)/bin
 PY := $(BIN)/python
 PIP := $(PY) -m pip --disable-pip-version-check -qq
 
-# JAX_ULYSSES_CUDA=ON|OFF|AUTO reaches CMake through pyproject.toml. AUTO builds the kernels where
-# nvcc and CUTLASS are there already; ON also installs CUTLASS, and fails without nvcc.
+# JAX_ULYSSES_CUDA=ON|OFF|AUTO reaches CMake through pyproject.toml. AUTO builds the CUDA kernels
+# where nvcc and CUTLASS are, and fetches CUTLASS where nvcc and a GPU are (compiling them takes
+# minutes); ON fetches it always, and fails without nvcc.
 export JAX_ULYSSES_CUDA ?= AUTO
+CUTLASS := $(shell sed -n 's/.*"\(nvidia-cutlass==[^"]*\)".*/\1/p' pyproject.toml)
 # Two compilers at a time on a small machine: an nvcc run of a CUTLASS kernel takes gigabytes.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
 ifneq ($(shell command -v ccache),)
