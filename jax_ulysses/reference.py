@@ -113,12 +113,14 @@ def a2a_gemm(
       y [B, T, D], and the gathered operand [B, T, C], which weight gradients need.
     """
     del want_gathered
-    segments = gather(ex, parts)
-    batch, tokens = segments[0].shape[:2]
-    gathered = jnp.concatenate(
-        [s.reshape(batch, tokens, -1) for s in segments], axis=-1
-    )
+    gathered = join_segments(gather(ex, parts))
     return project(gathered, w, bias, w_transposed=w_transposed), gathered
+
+
+def join_segments(segments: tuple[Array, ...]) -> Array:
+    """Per segment [B, T, M, H] to [B, T, C], segments side by side."""
+    batch, tokens = segments[0].shape[:2]
+    return jnp.concatenate([s.reshape(batch, tokens, -1) for s in segments], axis=-1)
 
 
 def accumulation_dtype(dtype):

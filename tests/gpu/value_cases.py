@@ -33,10 +33,7 @@ WORKSPACE_BYTES = 64 << 20
 
 
 def projection_cases(num_ranks: int) -> dict[str, tuple[Case, bool]]:
-    """Case name -> (case, whether its gradients are taken too).
-
-    Kernels do not sum gradients of replicated heads, so those run forward only.
-    """
+    """Case name -> (case, whether its gradients are taken too)."""
     p = num_ranks
     cases = {}
     for operator, zigzag, batch in itertools.product(
@@ -51,7 +48,7 @@ def projection_cases(num_ranks: int) -> dict[str, tuple[Case, bool]]:
             cases[f"{operator}-h{head_dim}-{dtype}"] = case, True
     if p > 2:
         case = Case("qkv_proj_a2a", 2, 64, 128, 2 * p, p // 2, 64, "bfloat16", True)
-        cases["qkv_proj_a2a-replicated"] = case, False
+        cases["qkv_proj_a2a-replicated"] = case, True
     rng = np.random.default_rng(p)
     for i in range(6):
         operator = ("qkv_proj_a2a", "a2a_out_proj")[i % 2]
