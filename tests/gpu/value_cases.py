@@ -32,8 +32,8 @@ from tests.helpers.projection_cases import BACKWARD, FORWARD, Case
 WORKSPACE_BYTES = 64 << 20
 
 
-def projection_cases(num_ranks: int) -> dict[str, tuple[Case, bool]]:
-    """Case name -> (case, whether its gradients are taken too)."""
+def projection_cases(num_ranks: int) -> dict[str, tuple[Case]]:
+    """Case name -> arguments of ``check_projection``."""
     p = num_ranks
     cases = {}
     for operator, zigzag, batch in itertools.product(
@@ -41,14 +41,14 @@ def projection_cases(num_ranks: int) -> dict[str, tuple[Case, bool]]:
     ):
         name = f"{operator}-{'zigzag' if zigzag else 'contiguous'}-b{batch}"
         case = Case(operator, batch, 96, 256, 2 * p, p, 64, "bfloat16", zigzag)
-        cases[name] = case, True
+        cases[name] = (case,)
     for head_dim, dtype in ((80, "bfloat16"), (96, "float16"), (128, "bfloat16")):
         for operator in ("qkv_proj_a2a", "a2a_out_proj"):
             case = Case(operator, 1, 160, 320, 2 * p, p, head_dim, dtype, bias=False)
-            cases[f"{operator}-h{head_dim}-{dtype}"] = case, True
+            cases[f"{operator}-h{head_dim}-{dtype}"] = (case,)
     if p > 2:
         case = Case("qkv_proj_a2a", 2, 64, 128, 2 * p, p // 2, 64, "bfloat16", True)
-        cases["qkv_proj_a2a-replicated"] = case, True
+        cases["qkv_proj_a2a-replicated"] = (case,)
     rng = np.random.default_rng(p)
     for i in range(6):
         operator = ("qkv_proj_a2a", "a2a_out_proj")[i % 2]
@@ -68,12 +68,12 @@ def projection_cases(num_ranks: int) -> dict[str, tuple[Case, bool]]:
         )
         if case.heads % case.kv_heads:
             case = Case(**{**case.__dict__, "kv_heads": case.heads})
-        cases[f"random-{i}"] = case, True
+        cases[f"random-{i}"] = (case,)
     return cases
 
 
-def check_projection(rank, case: Case, gradients: bool) -> dict:
-    """Errors of the results and, if asked for, of the gradients of one case."""
+def check_projection(rank, case: Case) -> dict:
+    """Errors of the results and the gradients of one case."""
     p, mesh = rank.num_ranks, rank.mesh
     operands = case.operands(p)
     expected = case.expected(operands, p)
@@ -92,26 +92,25 @@ def check_projection(rank, case: Case, gradients: bool) -> dict:
         f"out{i}": worst_error(a, e) for i, (a, e) in enumerate(zip(result, outs))
     }
     limits = dict.fromkeys(errors, FORWARD[case.dtype])
-    if gradients:
-        cotangents = (
-            tuple(case.cotangents(expected))
-            if len(outs) > 1
-            else (case.cotangents(outs[0]),)
-        )
+    cotangents = (
+        tuple(case.cotangents(expected))
+        if len(outs) > 1
+        else (case.cotangents(outs[0]),)
+    )
 
-        def backward(x, w, *rest):
-            w = lax.pcast(w, "cp", to="varying")
-            bias, cts = rest[: len(operands) - 2], rest[len(operands) - 2 :]
-            _, back = jax.vjp(lambda x, w: forward(x, w, *bias), x, w)
-            dx, dw = back(tuple(cts))
-            return dx, dw[None]
+    def backward(x, w, *rest):
+        w = lax.pcast(w, "cp", to="varying")
+        bias, cts = rest[: len(operands) - 2], rest[len(operands) - 2 :]
+        _, back = jax.vjp(lambda x, w: forward(x, w, *bias), x, w)
+        dx, dw = back(tuple(cts))
+        return dx, dw[None]
 
-        specs = (*in_specs, *out_specs)
-        dx, dw = run(mesh, backward, specs, (wide, RANKS), *operands, *cotangents)
-        cts = cotangents if len(outs) > 1 else cotangents[0]
-        errors["dx"] = worst_error(dx, case.expected_gradients(operands, cts, p)[0])
-        errors["dw"] = worst_error(dw, _weight_gradients(rank, case, operands, cts))
-        limits |= {"dx": BACKWARD[case.dtype], "dw": BACKWARD[case.dtype]}
+    specs = (*in_specs, *out_specs)
+    dx, dw = run(mesh, backward, specs, (wide, RANKS), *operands, *cotangents)
+    cts = cotangents if len(outs) > 1 else cotangents[0]
+    errors["dx"] = worst_error(dx, case.expected_gradients(operands, cts, p)[0])
+    errors["dw"] = worst_error(dw, _weight_gradients(rank, case, operands, cts))
+    limits |= {"dx": BACKWARD[case.dtype], "dw": BACKWARD[case.dtype]}
     bad = {n: e for n, e in errors.items() if not e <= limits[n]}
     return {
         "errors": errors,
