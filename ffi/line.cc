@@ -23,6 +23,8 @@ const char* OperatorName(Operator op) {
       return "jax_ulysses.gemm_a2a.v1";
     case Operator::kA2aGemm:
       return "jax_ulysses.a2a_gemm.v1";
+    case Operator::kPsum:
+      return "jax_ulysses.psum.v1";
     case Operator::kNone:
       break;
   }

@@ -14,6 +14,7 @@ enum class Operator : uint32_t {
   kGather = 2,
   kGemmA2a = 3,
   kA2aGemm = 4,
+  kPsum = 5,
 };
 
 enum class FaultKind : uint32_t {
