@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operators through JAX: ``python benchmarks/bench_operators.py --help``.
+
+One process with P GPUs. For every operator the implementations of the library, our
+exchange kernel with XLA's dot (*separate*), and the parts alone: XLA's dot without an
+exchange, our exchange and XLA's (NCCL) without a dot. Every mode is a process of its
+own, because XLA reads its flags once:
+
+- ``graph``: XLA's command buffers, however small the program;
+- ``eager``: none;
+- ``overlap``: as ``graph``, and XLA's own ways to overlap a dot with its all-to-all
+  (latency-hiding scheduler, windowed einsum).
+
+Writes one JSON object a line. With ``--report FILE...`` prints tables of such files.
+"""
+
+import argparse
+import importlib.resources
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+COMMON = "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
+GRAPH = f"{COMMON} --xla_gpu_graph_min_graph_size=1"
+MODES = {
+    "graph": GRAPH,
+    "eager": f"{COMMON} --xla_gpu_enable_command_buffer=",
+    "overlap": f"{GRAPH} --xla_gpu_enable_latency_hiding_scheduler=true"
+    " --xla_gpu_experimental_enable_alltoall_windowed_einsum=true"
+    " --xla_gpu_operand_bytes_threshold_for_windowed_einsum=0",
+}
+# Calls of the operator in one program.
+CALLS = 4
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--devices", type=int, default=2, help="P")
+    parser.add_argument("--geometries", default="llama3_8b,wan_dit_14b")
+    parser.add_argument("--sequences", default="1024,4096,16384,65536")
+    parser.add_argument("--modes", default="graph,eager,overlap")
+    parser.add_argument("--operators", default="", help="all, if empty")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--workspace-mib", type=int, default=4096)
+    parser.add_argument("--out", type=pathlib.Path, help="result file to append to")
+    parser.add_argument("--commit", default="", help="noted in every row")
+    parser.add_argument("--native", default="cuda", help="host: without GPUs")
+    parser.add_argument("--one-mode", help=argparse.SUPPRESS)
+    parser.add_argument("--report", nargs="+", type=pathlib.Path)
+    return parser.parse_args(argv)
+
+
+def shapes() -> dict[str, dict[str, int]]:
+    """Geometries of the package."""
+    file = importlib.resources.files("jax_ulysses") / "data" / "shapes.json"
+    return json.loads(file.read_text())["geometries"]
+
+
+def measure_mode(args: argparse.Namespace) -> None:
+    """All cases in this process, whose XLA flags are set."""
+    import jax
+    from operator_cases import Case
+
+    import jax_ulysses as ju
+
+    mesh = jax.make_mesh(
+        (args.devices,), ("cp",), devices=jax.devices()[: args.devices]
+    )
+    ju.initialize(mesh, "cp", args.workspace_mib << 20)
+    wanted = [o for o in args.operators.split(",") if o]
+    for geometry in args.geometries.split(","):
+        for sequence in map(int, args.sequences.split(",")):
+            case = Case(mesh, shapes()[geometry], sequence, CALLS, args.native)
+            for operator in wanted or case.operators:
+                about = {
+                    "mode": args.one_mode,
+                    "geometry": geometry,
+                    "sequence": sequence,
+                    "devices": args.devices,
+                    "op": operator,
+                    "commit": args.commit,
+                    "device": jax.devices()[0].device_kind,
+                    "jax": jax.__version__,
+                }
+                for row in case.measure(operator, args.rounds):
+                    line = json.dumps(about | row)
+                    print(line, flush=True)
+                    if args.out:
+                        with args.out.open("a") as out:
+                            out.write(line + "\n")
+    ju.finalize()
+
+
+def report(paths: list[pathlib.Path]) -> str:
+    """Markdown: a line per operator and shape, each mode's microseconds and ratios."""
+    rows: list[dict[str, Any]] = []
+    for path in paths:
+        rows += [json.loads(line) for line in path.read_text().splitlines() if line]
+    rows = [row for row in rows if "us" in row]
+    keys = ("mode", "op", "geometry", "sequence", "devices")
+    cases: dict[tuple, dict[str, float]] = {}
+    for row in rows:
+        cases.setdefault(tuple(row[k] for k in keys), {})[row["variant"]] = row["us"]
+    names = sorted({v for times in cases.values() for v in times})
+    lines = [
+        "| " + " | ".join((*keys, *(f"{n} us" for n in names), "xla / cuda")) + " |",
+        "| " + " | ".join(["---"] * (len(keys) + len(names) + 1)) + " |",
+    ]
+    for key, times in sorted(cases.items()):
+        cells = [f"{times[n]:.0f}" if n in times else "" for n in names]
+        ratio = ""
+        if "xla" in times and "cuda" in times:
+            ratio = f"{times['xla'] / times['cuda']:.2f}"
+        lines.append("| " + " | ".join([*map(str, key), *cells, ratio]) + " |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs every mode in a process of its own."""
+    args = parse(argv)
+    if args.report:
+        print(report(args.report))
+        return 0
+    if args.one_mode:
+        measure_mode(args)
+        return 0
+    failed = 0
+    for mode in args.modes.split(","):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {MODES[mode]}"
+        command = [sys.executable, __file__, "--one-mode", mode, *sys.argv[1:]]
+        print(f"# {mode}: {flags}", flush=True)
+        environment = os.environ | {"XLA_FLAGS": flags}
+        failed += bool(subprocess.run(command, env=environment).returncode)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
