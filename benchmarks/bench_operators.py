@@ -32,8 +32,11 @@ MODES = {
     " --xla_gpu_experimental_enable_alltoall_windowed_einsum=true"
     " --xla_gpu_operand_bytes_threshold_for_windowed_einsum=0",
 }
-# Calls of the operator in one program.
-CALLS = 4
+
+
+def calls_at(sequence: int) -> int:
+    """Calls of the operator in one program: enough to hide the start of the program."""
+    return min(32, max(4, 65536 // sequence))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -74,7 +77,8 @@ def measure_mode(args: argparse.Namespace) -> None:
     wanted = [o for o in args.operators.split(",") if o]
     for geometry in args.geometries.split(","):
         for sequence in map(int, args.sequences.split(",")):
-            case = Case(mesh, shapes()[geometry], sequence, CALLS, args.native)
+            calls = calls_at(sequence)
+            case = Case(mesh, shapes()[geometry], sequence, calls, args.native)
             for operator in wanted or case.operators:
                 about = {
                     "mode": args.one_mode,
