@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a GEMM is cut into tiles, and whether it fits on an SM."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from jax_ulysses.pallas.layout import Segment, common_divisor
+
+# Of an H100 or H200: what one CTA may have, less what Mosaic keeps for itself.
+SMEM_BYTES = 227 * 1024
+RESERVED_BYTES = 1024
+# Two warpgroups multiply, each a tile of this many accumulators a thread at most.
+CONSUMERS = 2
+MAX_ACCUMULATORS = 64 * 256
+# The epilogue stages its result in pieces of 64 rows, two a warpgroup.
+EPILOGUE_ROWS = 64
+EPILOGUE_SLOTS = 2
+# TMA boxes are a multiple of 16 bytes, and WGMMA reads no narrower swizzle than 32.
+MIN_COLUMNS = 16
+DTYPES = ("bfloat16", "float16")
+ELEMENT_BYTES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmConfig:
+    """A tiling of ``[M, K] x [K, N]``.
+
+    Attributes:
+      tile_m: rows of a CTA's tile.
+      tile_n: columns of a CTA's tile.
+      tile_k: columns of A in one pipeline stage.
+      stages: of the pipeline from global to shared memory.
+      split: the dimension in which the two consumer warpgroups divide the tile.
+      cluster: 2 CTAs load the operand that their tiles share once, by multicast; 1
+        for none.
+      cluster_dim: the dimension in which a cluster's tiles are neighbours.
+      band: width, in tiles or clusters, of the bands in which tiles are visited.
+      band_dim: the dimension that runs fastest inside a band.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    tile_k: int = 64
+    stages: int = 4
+    split: Literal["m", "n"] = "m"
+    cluster: int = 1
+    cluster_dim: Literal["m", "n"] = "m"
+    band: int = 8
+    band_dim: Literal["m", "n"] = "m"
+
+    @property
+    def group_m(self) -> int:
+        """Rows of one warpgroup's tile."""
+        return self.tile_m // (CONSUMERS if self.split == "m" else 1)
+
+    @property
+    def group_n(self) -> int:
+        """Columns of one warpgroup's tile."""
+        return self.tile_n // (CONSUMERS if self.split == "n" else 1)
+
+    @property
+    def step_m(self) -> int:
+        """Rows of one cluster's tiles."""
+        return self.tile_m * (self.cluster if self.cluster_dim == "m" else 1)
+
+    @property
+    def step_n(self) -> int:
+        """Columns of one cluster's tiles."""
+        return self.tile_n * (self.cluster if self.cluster_dim == "n" else 1)
+
+    def tiles(self, m: int, n: int) -> tuple[int, int]:
+        """Clusters' tiles in both dimensions; the last ones may reach over the edge."""
+        return math.ceil(m / self.step_m), math.ceil(n / self.step_n)
+
+    def smem_bytes(self, piece: int) -> int:
+        """Shared memory of a CTA whose epilogue stores ``piece`` columns at a time."""
+        stage = (self.tile_m + self.tile_n) * self.tile_k
+        staged = CONSUMERS * EPILOGUE_SLOTS * EPILOGUE_ROWS * piece
+        barriers = 2 * self.stages * 8
+        return (
+            (stage * self.stages + staged) * ELEMENT_BYTES + barriers + RESERVED_BYTES
+        )
+
+
+def swizzle_columns(
+    a: Sequence[Segment], n: int, *, w_transposed: bool
+) -> int:
+    """Columns of a swizzled row in shared memory: 64, 32 or 16.
+
+    One number serves both operands, since a WGMMA takes one. It divides every block
+    of A and the rows of W as they lie in memory, so that no box straddles two rows.
+    """
+    columns = common_divisor(a, 64)
+    return columns if w_transposed else math.gcd(columns, n)
+
+
+def piece_columns(out: Sequence[Segment]) -> int:
+    """Columns that the epilogue stores at a time: no piece straddles two blocks."""
+    return common_divisor(out, 64)
+
+
+def refusal(
+    config: GemmConfig,
+    a: Sequence[Segment],
+    out: Sequence[Segment],
+    dtype: str,
+    *,
+    w_transposed: bool,
+) -> str | None:
+    """Why a GEMM cannot run with a configuration, or None.
+
+    Args:
+      config: the tiling.
+      a: segments of the left operand.
+      out: segments of the result.
+      dtype: name of the operands' dtype.
+      w_transposed: W is [N, K].
+
+    Returns:
+      A sentence with the numbers.
+    """
+    if dtype not in DTYPES:
+        return f"multiplies {' and '.join(DTYPES)}, not {dtype}"
+    for what, segments in (("the left operand", a), ("the result", out)):
+        width = min(s.width & -s.width for s in segments)
+        if width < MIN_COLUMNS:
+            widths = sorted({s.width for s in segments})
+            return (
+                f"a block of {what} is {widths} columns wide; TMA and WGMMA need "
+                f"multiples of {MIN_COLUMNS}"
+            )
+    group = config.group_m * config.group_n
+    if config.group_m % 64 or config.group_n % 64 or group > MAX_ACCUMULATORS:
+        return (
+            f"a warpgroup's tile of {config.group_m}x{config.group_n} is no multiple of "
+            f"64x64 of at most {MAX_ACCUMULATORS} accumulators"
+        )
+    swizzle = swizzle_columns(a, out[-1].stop, w_transposed=w_transposed)
+    if config.tile_k % swizzle:
+        return f"tile_k={config.tile_k} is no multiple of the swizzle's {swizzle}"
+    need = config.smem_bytes(piece_columns(out))
+    if need > SMEM_BYTES:
+        return (
+            f"{config.stages} stages of {config.tile_m}x{config.tile_n}x{config.tile_k} "
+            f"need {need} bytes of shared memory, an SM has {SMEM_BYTES}"
+        )
+    return None

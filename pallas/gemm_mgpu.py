@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hopper GEMM that reads and writes the exchange layout in place.
+
+One kernel serves both dataflows. Where the columns of an operand lie is all that
+differs: its producer reads A block by block, its epilogue stores the result block by
+block (``layout.Segment``).
+
+A CTA has three warpgroups and a ring of ``stages`` slots in shared memory:
+
+- the producer issues TMA loads, for one tile after the other without a pause;
+- two consumers multiply (WGMMA), each its half of the tile, and store it by TMA.
+
+==========  ==================================  =====================================
+barrier     who arrives, when                   who waits, before what
+==========  ==================================  =====================================
+full[s]     TMA, when both operands of the      both consumers, before WGMMA reads
+            slot are in shared memory           the slot
+empty[s]    each consumer of the cluster, when  the producer, before TMA overwrites
+            its WGMMA has read the slot         the slot
+==========  ==================================  =====================================
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ulysses.pallas.config import (
+    CONSUMERS,
+    EPILOGUE_ROWS,
+    EPILOGUE_SLOTS,
+    GemmConfig,
+    piece_columns,
+    swizzle_columns,
+)
+from jax_ulysses.pallas.layout import Segment
+
+# 512 registers a lane and four warps: the producer gives up what it does not need.
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+# TMA counts rows in eights, the height of a swizzled tile.
+ROW_MULTIPLE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about one GEMM.
+
+    Attributes:
+      a: segments of the left operand; together they are its K columns.
+      out: segments of the result; together they are its N columns.
+      rows: M, a multiple of 8.
+      w_transposed: W is [N, K].
+      has_bias: a bias of one element per column is added in fp32.
+      config: tile sizes.
+      dtype: of all arrays.
+    """
+
+    a: tuple[Segment, ...]
+    out: tuple[Segment, ...]
+    rows: int
+    w_transposed: bool
+    has_bias: bool
+    config: GemmConfig
+    dtype: jnp.dtype
+
+    @property
+    def columns(self) -> int:
+        """N."""
+        return self.out[-1].stop
+
+    @property
+    def tiles(self) -> tuple[int, int]:
+        """Tiles of a cluster in M and in N."""
+        return self.config.tiles(self.rows, self.columns)
+
+    @property
+    def k_steps(self) -> int:
+        """Pipeline stages that one tile goes through."""
+        return sum(s.blocks * self.k_tiles(s) for s in self.a)
+
+    def k_tiles(self, segment: Segment) -> int:
+        """Stages of one block of A; TMA fills what reaches over its edge with zeros."""
+        return pl.cdiv(segment.width, self.config.tile_k)
+
+
+def gemm(
+    a: Sequence[jax.Array],
+    w: jax.Array,
+    bias: jax.Array | None,
+    plan: Plan,
+    *,
+    num_sms: int,
+    interpret=None,
+) -> tuple[jax.Array, ...]:
+    """Multiplies segments by a matrix into segments.
+
+    Args:
+      a: per segment of ``plan.a`` [blocks, M, width].
+      w: [K, N], or [N, K] if ``plan.w_transposed``.
+      bias: [N] or None.
+      plan: see there.
+      num_sms: CTAs to launch, one an SM.
+      interpret: Pallas's interpret parameters, to run on a CPU.
+
+    Returns:
+      Per segment of ``plan.out`` [blocks * copies, M, width].
+    """
+    config = plan.config
+    swizzle = swizzle_columns(plan.a, plan.columns, w_transposed=plan.w_transposed)
+    piece = piece_columns(plan.out)
+    w_tile = (config.tile_k, config.tile_n)
+    scratch = dict(
+        a_smem=_ring((config.tile_m, config.tile_k), config.stages, swizzle, plan.dtype),
+        w_smem=_ring(
+            w_tile[::-1] if plan.w_transposed else w_tile,
+            config.stages,
+            swizzle,
+            plan.dtype,
+        ),
+        out_smem=_swizzled(
+            (CONSUMERS, EPILOGUE_SLOTS, EPILOGUE_ROWS, piece), piece, plan.dtype
+        ),
+        # One arrival by the load of A, one by the load of W.
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        empty=_empty_barrier(config),
+    )
+    operands = [*a, w] if bias is None else [*a, w, _pad_bias(bias, plan)]
+    like = jax.typeof(a[0])
+    out_type = [
+        jax.ShapeDtypeStruct(
+            (s.blocks * s.copies, plan.rows, s.width),
+            plan.dtype,
+            manual_axis_type=like.mat,
+        )
+        for s in plan.out
+    ]
+    kernel = plgpu.kernel(
+        functools.partial(_cta, plan=plan),
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(max(num_sms // config.cluster, 1),),
+        grid_names=("clusters",),
+        cluster=(config.cluster,),
+        cluster_names=("cluster",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+        interpret=interpret,
+        kernel_name="ulysses_gemm",
+    )
+    return tuple(kernel(*operands))
+
+
+def _cta(*refs, plan: Plan, a_smem, w_smem, out_smem, full, empty):
+    """The body of every warpgroup of every CTA."""
+    a_refs, rest = refs[: len(plan.a)], refs[len(plan.a) :]
+    w_ref, rest = rest[0], rest[1:]
+    bias_ref, out_refs = (rest[0], rest[1:]) if plan.has_bias else (None, rest)
+    wg = lax.axis_index("wg")
+
+    @pl.when(wg == CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan)
+
+    @pl.when(wg < CONSUMERS)
+    def _():
+        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        _consume(wg, bias_ref, out_refs, a_smem, w_smem, out_smem, full, empty, plan)
+
+
+def _for_each_tile(plan: Plan, body) -> None:
+    """Calls body(first row, first column, first pipeline step) for a CTA's tiles.
+
+    All warpgroups of a CTA walk the same tiles in the same order.
+    """
+    config = plan.config
+    cta = lax.axis_index("cluster")
+
+    @plgpu.nd_loop((plan.tiles[0] * plan.tiles[1],), collective_axes="clusters")
+    def _(loop):
+        m, n = plgpu.planar_snake(
+            loop.index[0], plan.tiles, "mn".index(config.band_dim), config.band
+        )
+        m, n = m * config.step_m, n * config.step_n
+        if config.cluster > 1 and config.cluster_dim == "m":
+            m = m + cta * config.tile_m
+        elif config.cluster > 1:
+            n = n + cta * config.tile_n
+        body(m, n, loop.local_index * plan.k_steps)
+
+
+def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
+    config = plan.config
+    shared = {"m": "w", "n": "a"}[config.cluster_dim] if config.cluster > 1 else None
+    multicast = {x: "cluster" if shared == x else None for x in "aw"}
+
+    def tile(m, n, step):
+        for ref, segment in zip(a_refs, plan.a):
+            per_block = plan.k_tiles(segment)
+
+            def load(i, _, ref=ref, segment=segment, per_block=per_block, step=step):
+                block, k = lax.div(i, per_block), lax.rem(i, per_block) * config.tile_k
+                slot = lax.rem(step + i, config.stages)
+                plgpu.barrier_wait(empty.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    ref.at[block, pl.ds(m, config.tile_m), pl.ds(k, config.tile_k)],
+                    a_smem.at[slot],
+                    full.at[slot],
+                    collective_axes=multicast["a"],
+                )
+                row = segment.start + block * segment.width + k
+                # Past the end of a block come rows that belong to the next one; they
+                # meet A's zeros.
+                index = (pl.ds(row, config.tile_k), pl.ds(n, config.tile_n))
+                plgpu.copy_gmem_to_smem(
+                    w_ref.at[index[::-1] if plan.w_transposed else index],
+                    w_smem.at[slot],
+                    full.at[slot],
+                    collective_axes=multicast["w"],
+                )
+
+            lax.fori_loop(0, segment.blocks * per_block, load, None)
+            step = step + segment.blocks * per_block
+
+    _for_each_tile(plan, tile)
+
+    # No CTA leaves while another one of its cluster can still arrive at its barriers.
+    @pl.loop(0, config.stages)
+    def _(slot):
+        plgpu.barrier_wait(empty.at[slot])
+
+
+def _consume(wg, bias_ref, out_refs, a_smem, w_smem, out_smem, full, empty, plan):
+    config = plan.config
+    rows, columns = slice(None), slice(None)
+    if config.split == "m":
+        rows = pl.ds(wg * config.group_m, config.group_m)
+    else:
+        columns = pl.ds(wg * config.group_n, config.group_n)
+
+    # Every slot is empty at first.
+    @pl.loop(0, config.stages)
+    def _(slot):
+        plgpu.barrier_arrive(empty.at[slot])
+
+    def tile(m, n, step):
+        @functools.partial(
+            pl.run_scoped, acc=plgpu.ACC((config.group_m, config.group_n), jnp.float32)
+        )
+        def _(acc):
+            def multiply(k):
+                slot = lax.rem(step + k, config.stages)
+                plgpu.barrier_wait(full.at[slot])
+                if plan.w_transposed:
+                    w = w_smem.at[slot, columns].transpose((1, 0))
+                else:
+                    w = w_smem.at[slot, :, columns]
+                plgpu.wgmma(acc, a_smem.at[slot, rows], w)
+
+            def release(k):
+                plgpu.barrier_arrive(empty.at[lax.rem(step + k, config.stages)])
+
+            def one_step(k, _):
+                multiply(k)
+                # The step before has read its slot; this one is still running.
+                plgpu.wgmma_wait(1)
+                release(k - 1)
+
+            multiply(0)
+            lax.fori_loop(1, plan.k_steps, one_step, None)
+            plgpu.wgmma_wait(0)
+            release(plan.k_steps - 1)
+            store(acc[...], m, n)
+
+    def store(acc, m, n):
+        if config.split == "m":
+            m = m + wg * config.group_m
+        else:
+            n = n + wg * config.group_n
+        _store_tile(acc, m, n, bias_ref, out_refs, out_smem.at[wg], plan)
+
+    _for_each_tile(plan, tile)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store_tile(acc, m, n, bias_ref, out_refs, out_smem, plan: Plan):
+    """Adds the bias, rounds once, and stores [rows, columns] piece by piece."""
+    piece = out_smem.shape[-1]
+    slot = 0
+    for column in range(0, acc.shape[1], piece):
+        for row in range(0, acc.shape[0], EPILOGUE_ROWS):
+            value = acc[row : row + EPILOGUE_ROWS, column : column + piece]
+            if bias_ref is not None:
+                bias = plgpu.load(
+                    bias_ref.at[pl.ds(n + column, piece)],
+                    layout=plgpu.Layout.WGMMA.reduce(0),
+                    optimized=False,
+                )
+                value += lax.broadcast_in_dim(
+                    bias.astype(jnp.float32), value.shape, (1,)
+                )
+            # The store before last has left this slot.
+            plgpu.wait_smem_to_gmem(EPILOGUE_SLOTS - 1, wait_read_only=True)
+            out_smem[slot] = value.astype(plan.dtype)
+            plgpu.commit_smem()
+            _store_piece(out_smem.at[slot], out_refs, m + row, n + column, plan)
+            plgpu.commit_smem_to_gmem_group()
+            slot = (slot + 1) % EPILOGUE_SLOTS
+
+
+def _store_piece(piece_smem, out_refs, m, n, plan: Plan):
+    """Stores a piece wherever its columns belong; nowhere if they are past the end."""
+    rows, piece = piece_smem.shape
+    for ref, segment in zip(out_refs, plan.out):
+
+        @pl.when((n >= segment.start) & (n < segment.stop))
+        def _(ref=ref, segment=segment):
+            block = lax.div(n - segment.start, segment.width)
+            column = n - segment.start - block * segment.width
+            for copy in range(segment.copies):
+                plgpu.copy_smem_to_gmem(
+                    piece_smem,
+                    ref.at[
+                        block * segment.copies + copy,
+                        pl.ds(m, rows),
+                        pl.ds(column, piece),
+                    ],
+                    commit_group=False,
+                )
+
+
+def _swizzled(shape, columns: int, dtype):
+    swizzle = columns * jnp.dtype(dtype).itemsize
+    transforms = (
+        plgpu.TilingTransform((ROW_MULTIPLE, columns)),
+        plgpu.SwizzleTransform(swizzle),
+    )
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _ring(tile, stages: int, swizzle: int, dtype):
+    return _swizzled((stages, *tile), swizzle, dtype)
+
+
+def _empty_barrier(config: GemmConfig):
+    if config.cluster == 1:
+        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
+    # A multicast overwrites the slot in both CTAs.
+    return plgpu.ClusterBarrier(
+        collective_axes=("cluster",),
+        num_arrivals=CONSUMERS,
+        num_barriers=config.stages,
+    )
+
+
+def _pad_bias(bias: jax.Array, plan: Plan) -> jax.Array:
+    """Tiles that reach over the last column read a bias there, too."""
+    columns = plan.tiles[1] * plan.config.step_n
+    return jnp.pad(bias, (0, columns - bias.shape[0]))
