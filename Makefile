@@ -88,7 +88,8 @@ pytest: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## the Pytho
 fuzz: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## a long random search
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest -m fuzz --timeout=3600 $(PYTEST_ARGS)
 
-# RIG=ranks: P processes on one GPU; RIG=devices: one process with P GPUs. P may be a list: 2,4,8.
+# RIG=ranks: P processes on one GPU; processes: P with a GPU each; devices: one process with P
+# GPUs. P may be a list: 2,4,8.
 gpu-test:  ## the tests on GPUs: RIG=ranks P=4
 	$(MAKE) JAX_ULYSSES_CUDA=ON $(VENV)/.installed $(VENV)/.extra-cuda13 $(VENV)/.extra-test
 	$(PY) -c 'from jax_ulysses.ffi import targets; assert "cuda" in targets.build_info()["platforms"], \

@@ -17,6 +17,7 @@ from jax._src import distributed
 from jax.sharding import AxisType, Mesh
 
 from jax_ulysses.testing.ranks import Rank
+from jax_ulysses.testing.rigs import process_count
 
 
 def main() -> None:
@@ -24,12 +25,13 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     sys.path += job["paths"]
-    if job["rig"] == "shared":
+    processes = process_count(job["rig"], job["num_ranks"])
+    if processes > 1:
         jax.distributed.initialize(
             f"127.0.0.1:{job['port']}",
-            job["num_ranks"],
+            processes,
             job["index"],
-            local_device_ids=[0],
+            local_device_ids=[0 if job["rig"] == "shared" else job["index"]],
         )
     devices = jax.devices()[: job["num_ranks"]]
     if len(devices) < job["num_ranks"]:
@@ -50,20 +52,20 @@ def main() -> None:
     result = pathlib.Path(job["result"])
     result.with_suffix(".part").write_text(json.dumps(value))
     result.with_suffix(".part").rename(result)
-    if job["rig"] == "shared":
-        _leave(job["index"], job["num_ranks"])
+    if processes > 1:
+        _leave(job["index"], processes)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not through JAX's shutdown, which waits for processes that a test has killed.
     os._exit(0)
 
 
-def _leave(index: int, num_ranks: int) -> None:
+def _leave(index: int, processes: int) -> None:
     """Lets process 0, which holds the store that all others listen to, go last."""
     client: Any = distributed.global_state.client
     key = "jax_ulysses/testing/left/{}".format
     client.key_value_set(key(index), "")
-    for other in range(num_ranks) if index == 0 else ():
+    for other in range(processes) if index == 0 else ():
         with contextlib.suppress(Exception):  # A test may have killed it.
             client.blocking_key_value_get(key(other), 5000)
     if index == 0:

@@ -18,7 +18,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jax_ulysses.testing.mps import Mps
-from jax_ulysses.testing.rigs import Rig, environment_of
+from jax_ulysses.testing.rigs import Rig, environment_of, process_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,10 +113,9 @@ def run_ranks(
         common = environment_of(rig, num_ranks)
         if rig == "shared":
             common |= stack.enter_context(Mps()).environment
-        processes = num_ranks if rig == "shared" else 1
         port = _free_port()
         running = []
-        for index in range(processes):
+        for index in range(process_count(rig, num_ranks)):
             job = {
                 "target": target,
                 "args": args,

@@ -4,13 +4,19 @@
 import os
 from typing import Literal
 
-# "shared": one process a rank, all on one GPU. "devices": one process with a GPU a
-# rank. "cpu": one process with a virtual CPU device a rank.
-type Rig = Literal["shared", "devices", "cpu"]
+# "shared": one process a rank, all on one GPU. "processes": one process a rank, each
+# with a GPU of its own. "devices": one process with a GPU a rank. "cpu": one process
+# with a virtual CPU device a rank.
+type Rig = Literal["shared", "processes", "devices", "cpu"]
 
 # Of the GPU's memory, for the XLA pools of all ranks on it together. The rest is for
 # heaps, CUDA contexts (about half a GiB each) and code.
 SHARED_POOLS = 0.5
+
+
+def process_count(rig: Rig, num_ranks: int) -> int:
+    """Processes that the ranks live in."""
+    return num_ranks if rig in ("shared", "processes") else 1
 
 
 def environment_of(rig: Rig, num_ranks: int) -> dict[str, str]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls beside XLA's own asynchronous collectives, which also want multiprocessors.
 
-Runs in one process with a GPU a rank.
+Runs with a GPU a rank, in one process or in one each.
 """
 
 import jax
@@ -57,7 +57,10 @@ def steps(rank, count: int, collective_calls: bool) -> dict:
                     jax.block_until_ready(result)
         except jax.errors.JaxRuntimeError as error:
             fault = {"step": step, "text": str(error)}
-        finite = bool(np.isfinite(np.asarray(result[0], np.float32)).all())
+        finite = all(
+            bool(np.isfinite(np.asarray(shard.data, np.float32)).all())
+            for shard in result[0].addressable_shards
+        )
         del program, result
         ju.finalize()
     return {

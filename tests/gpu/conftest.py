@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rig that these tests run on, from the environment.
 
-``JAX_ULYSSES_RIG`` is "ranks" (P processes on one GPU), "devices" (one process with P
-GPUs) or, without it, "cpu": the same code on virtual CPU devices and the host
-implementation, which shows that the tests themselves work. ``JAX_ULYSSES_RANKS`` is P,
+``JAX_ULYSSES_RIG`` is "ranks" (P processes on one GPU), "processes" (P processes with a
+GPU each), "devices" (one process with P GPUs) or, without it, "cpu": the same code on
+virtual CPU devices and the host implementation, which shows that the tests themselves
+work. ``JAX_ULYSSES_RANKS`` is P,
 or several of them: "2,4,8". ``make gpu-test RIG=ranks P=4`` sets both.
 ``JAX_ULYSSES_RANK_LOGS`` is a folder that keeps what the processes wrote.
 """
@@ -16,7 +17,12 @@ import pytest
 from jax_ulysses.testing import run_ranks
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
-_RIGS = {"ranks": "shared", "devices": "devices", "cpu": "cpu"}
+_RIGS = {
+    "ranks": "shared",
+    "processes": "processes",
+    "devices": "devices",
+    "cpu": "cpu",
+}
 
 RIG = _RIGS[os.environ.get("JAX_ULYSSES_RIG", "cpu")]
 RANKS = [int(p) for p in os.environ.get("JAX_ULYSSES_RANKS", "4").split(",")]
