@@ -28,6 +28,7 @@ set(JAX_ULYSSES_HOST_SOURCES
     ffi/host/call.cc
     ffi/host/exchange.cc
     ffi/host/gemm_a2a.cc
+    ffi/host/psum.cc
     ffi/line.cc)
 set(JAX_ULYSSES_HOST_HEADERS
     ffi/call_order.h
@@ -41,11 +42,12 @@ set(JAX_ULYSSES_HOST_HEADERS
     ffi/host/gemm.h
     ffi/host/gemm_a2a.h
     ffi/host/numeric.h
+    ffi/host/psum.h
     ffi/host/push.h)
 
 # What touches XLA or Python. Not in BUILD: jaxlib's headers and nanobind come from Python wheels.
 set(JAX_ULYSSES_MODULE_SOURCES ffi/a2a_gemm.cc ffi/exchange.cc ffi/gemm_a2a.cc ffi/handler.cc
-                               ffi/module.cc)
+                               ffi/module.cc ffi/psum.cc)
 
 # With JAX_ULYSSES_HAS_CUDA.
 set(JAX_ULYSSES_CUDA_SOURCES ffi/cuda/calls.cc ffi/cuda/cuda_heap.cc ffi/cuda/records.cc)

@@ -32,12 +32,14 @@ nb::dict Registrations(const std::string& platform) {
     targets["jax_ulysses.exchange.v1"] = Capsule(JaxUlyssesHostExchange);
     targets["jax_ulysses.gemm_a2a.v1"] = Capsule(JaxUlyssesHostGemmA2a);
     targets["jax_ulysses.a2a_gemm.v1"] = Capsule(JaxUlyssesHostA2aGemm);
+    targets["jax_ulysses.psum.v1"] = Capsule(JaxUlyssesHostPsum);
   }
 #if defined(JAX_ULYSSES_HAS_CUDA)
   if (platform == "cuda") {
     targets["jax_ulysses.exchange.v1"] = Capsule(JaxUlyssesCudaExchange);
     targets["jax_ulysses.gemm_a2a.v1"] = Capsule(JaxUlyssesCudaGemmA2a);
     targets["jax_ulysses.a2a_gemm.v1"] = Capsule(JaxUlyssesCudaA2aGemm);
+    targets["jax_ulysses.psum.v1"] = Capsule(JaxUlyssesCudaPsum);
   }
 #endif
   return targets;
@@ -215,6 +217,8 @@ NB_MODULE(_targets, m) {
 #if defined(JAX_ULYSSES_HAS_CUDA)
   m.def("device_memory", &jax_ulysses::cuda::DeviceMemoryInfo, "device"_a, Unlocked(),
         "Free and total bytes of a CUDA device.");
+  m.def("device_uuid", &jax_ulysses::cuda::DeviceUuid, "device"_a, Unlocked(),
+        "What tells a physical device from all others, in any process.");
 #endif
   m.def("registrations", &jax_ulysses::Registrations, "platform"_a = "cpu",
         "FFI target name -> capsule of its handler.");

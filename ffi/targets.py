@@ -29,11 +29,13 @@ inject_fault = _targets.inject_fault
 can_implement = _targets.can_implement
 # Only in builds with kernels.
 device_memory = getattr(_targets, "device_memory", None)
+device_uuid = getattr(_targets, "device_uuid", None)
 build_info = _targets.build_info
 
 EXCHANGE = "jax_ulysses.exchange.v1"
 GEMM_A2A = "jax_ulysses.gemm_a2a.v1"
 A2A_GEMM = "jax_ulysses.a2a_gemm.v1"
+PSUM = "jax_ulysses.psum.v1"
 
 SCATTER = 0
 GATHER = 1
@@ -237,6 +239,38 @@ def a2a_gemm(
         A2A_GEMM, results, attributes, around, _rank(axis_name), *operands
     )
     return y, gathered
+
+
+def psum(
+    vectors: Sequence[jax.Array],
+    *,
+    group: int,
+    axis_name: str | Sequence[str],
+    around: Around | None = None,
+) -> tuple[jax.Array, ...]:
+    """Sums each vector over the ranks, in rank order: the same bits on all of them.
+
+    Args:
+      vectors: arrays of any shapes and of floating point dtypes, none empty.
+      group: session of the peer group.
+      axis_name: mesh axes of the group, major first: they say which rank this is.
+      around: applied to the function that makes the call, and nothing else.
+
+    Returns:
+      The sums, of the operands' dtypes, typed as equal on all ranks of the group.
+      Added in float32 (float64 for float64), rounded once.
+    """
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    results = []
+    for vector in vectors:
+        kind = jax.typeof(vector)
+        same = kind.mat.update(varying=kind.mat.varying - frozenset(axes))
+        results.append(kind.update(weak_type=False, manual_axis_type=same))
+    attributes = dict(
+        group=np.int64(group),
+        counts=np.array([vector.size for vector in vectors], np.int64),
+    )
+    return _call(PSUM, results, attributes, around, _rank(axes), *vectors)
 
 
 def _call(target, results, attributes, around, *operands):

@@ -17,6 +17,7 @@ from jax_ulysses.group import finalize as finalize
 from jax_ulysses.group import initialize as initialize
 from jax_ulysses.order import from_zigzag as from_zigzag
 from jax_ulysses.order import to_zigzag as to_zigzag
+from jax_ulysses.reductions import psum as psum
 from jax_ulysses.remat import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_ulysses.remat import checkpoint_policy as checkpoint_policy
 from jax_ulysses.spec import TokenOrder as TokenOrder

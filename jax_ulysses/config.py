@@ -6,6 +6,9 @@ import dataclasses
 import os
 from collections.abc import Generator
 
+# Values of ``Config.reductions``.
+REDUCTIONS = ("auto", "xla", "heap")
+
 
 @dataclasses.dataclass
 class Config:
@@ -21,6 +24,11 @@ class Config:
         runs none of its own beside it. Without, the two can deadlock: one rank's
         GPU full of the call, another's of XLA's collective. ``0`` in
         ``JAX_ULYSSES_COLLECTIVE_CALLS`` turns it off. Read when a program is traced.
+      reductions: how gradients of replicated weights, and ``jax_ulysses.psum``, are
+        summed over ranks: "xla" by XLA's collectives; "heap" by the library's own
+        kernel over the peer group's heap; "auto" takes the heap where several ranks
+        share one GPU, which XLA's collectives refuse, and XLA elsewhere.
+        ``JAX_ULYSSES_REDUCTIONS``. Read when a program is traced.
       comm_ctas: multiprocessors of which a spare warp communicates in a fused CUDA
         call; 0 takes as many as an NVLink needs. For tuning. Read by ``initialize``.
     """
@@ -28,6 +36,7 @@ class Config:
     implementation: str | None = None
     deadline_s: float = 30.0
     collective_calls: bool = True
+    reductions: str = "auto"
     comm_ctas: int = 0
 
 
@@ -44,10 +53,16 @@ def _from_environment() -> Config:
     collective = os.environ.get("JAX_ULYSSES_COLLECTIVE_CALLS", "1")
     if collective not in ("0", "1"):
         raise ValueError(f"JAX_ULYSSES_COLLECTIVE_CALLS={collective!r} must be 0 or 1.")
+    reductions = os.environ.get("JAX_ULYSSES_REDUCTIONS", "auto")
+    if reductions not in REDUCTIONS:
+        raise ValueError(
+            f"JAX_ULYSSES_REDUCTIONS={reductions!r} must be one of {REDUCTIONS}."
+        )
     return Config(
         implementation=os.environ.get("JAX_ULYSSES_IMPLEMENTATION") or None,
         deadline_s=deadline_s,
         collective_calls=collective == "1",
+        reductions=reductions,
     )
 
 

@@ -8,6 +8,7 @@ work without it.
 
 import contextlib
 import dataclasses
+import logging
 import math
 import threading
 from collections.abc import Generator
@@ -18,35 +19,14 @@ from jax.sharding import Mesh
 from jax_ulysses import heaps, sharding
 from jax_ulysses._typing import AxisName
 from jax_ulysses.config import config
+from jax_ulysses.report import GroupReport as GroupReport
+from jax_ulysses.report import describe
 from jax_ulysses.sharding import axis_tuple, describe_axes
 
 # Two slots let a rank fill one while its peers still read the other.
 NUM_SLOTS = 2
 # By platform. On a GPU the heap holds the payloads of real models.
 DEFAULT_WORKSPACE_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupReport:
-    """What ``initialize`` set up.
-
-    Attributes:
-      axis_name: mesh axes of the group, major first.
-      num_ranks: P.
-      num_groups: lines of the mesh along the axis, each a group of its own.
-      platform: of the mesh's devices, such as "cpu".
-      workspace_bytes: size of the symmetric heap's slots on each device; 0 without
-        a heap.
-      unavailable: implementation -> reason why this group cannot serve it. What is
-        not in it is ready.
-    """
-
-    axis_name: tuple[str, ...]
-    num_ranks: int
-    num_groups: int
-    platform: str
-    workspace_bytes: int
-    unavailable: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +48,7 @@ class Group:
     plan: heaps.Plan
 
 
+_logger = logging.getLogger("jax_ulysses")
 _groups: dict[tuple[str, ...], Group] = {}
 _lock = threading.Lock()
 
@@ -93,8 +74,8 @@ def initialize(
         None for 64 MiB on CPUs and 512 MiB on GPUs. A call that needs more is
         refused with the size that it needs. On GPUs it must fit beside the
         memory that XLA takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION).
-      sm_budget: multiprocessors of each GPU that a call may take; None for all.
-        Ranks that share one GPU need a budget of at most its share each.
+      sm_budget: multiprocessors of each GPU that a call may take; None for all or,
+        where several ranks share a GPU, an equal part each.
 
     Returns:
       What was set up, and for each implementation that this mesh cannot serve, why.
@@ -203,6 +184,25 @@ def find(axes: tuple[str, ...]) -> Group:
     return group
 
 
+def within(axes: frozenset[str]) -> list[Group]:
+    """Groups with a heap whose axes are among these, largest first, each axis once.
+
+    Those made for a mesh of another shape are left out, as in ``find``.
+    """
+    found = []
+    for names in sorted(_groups, key=len, reverse=True):
+        if not axes.issuperset(names):
+            continue
+        try:
+            group = find(names)
+        except NotImplementedError:
+            continue
+        if group.session is not None:
+            found.append(group)
+            axes = axes.difference(names)
+    return found
+
+
 def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
     num_ranks = math.prod(mesh.shape[a] for a in axes)
     platform = sharding.platform_name(mesh.devices.flat[0].platform)
@@ -210,14 +210,14 @@ def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
         mesh=mesh,
         axes=axes,
         num_ranks=num_ranks,
-        members=heaps.members(mesh, axes),
+        members=sharding.members(mesh, axes),
         slot_bytes=workspace_bytes // NUM_SLOTS,
         num_slots=NUM_SLOTS,
         deadline_ms=round(config.deadline_s * 1000),
         sm_budget=sm_budget or 0,
         comm_ctas=config.comm_ctas,
     )
-    session, unavailable = heaps.create(plan, platform)
+    session, unavailable, plan = heaps.create(plan, platform)
     report = GroupReport(
         axis_name=axes,
         num_ranks=num_ranks,
@@ -225,7 +225,12 @@ def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
         platform=platform,
         workspace_bytes=workspace_bytes if session is not None else 0,
         unavailable=unavailable,
+        num_slots=plan.num_slots,
+        heap_bytes=0 if session is None else heaps.size(session),
+        ranks_per_device=plan.ranks_per_device,
+        sm_budget=plan.sm_budget or None,
     )
+    _logger.info("%s", describe(report))
     return Group(session, mesh, report, arguments, plan)
 
 

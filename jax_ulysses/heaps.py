@@ -2,12 +2,11 @@
 """Makes and frees the native side of a group: sessions and their symmetric heaps."""
 
 import base64
+import collections
 import dataclasses
 import itertools
 import logging
-import math
 
-import jax
 from jax.sharding import Mesh
 
 from jax_ulysses.rendezvous import PeerFailure, Rendezvous, agree
@@ -34,6 +33,7 @@ class Plan:
       deadline_ms: of every wait; 0 for none.
       sm_budget: multiprocessors that a call may take; 0 for all.
       comm_ctas: of these, how many communicate in a fused call; 0 lets it choose.
+      ranks_per_device: most ranks of the mesh that one physical device holds.
     """
 
     mesh: Mesh
@@ -45,6 +45,7 @@ class Plan:
     deadline_ms: int
     sm_budget: int
     comm_ctas: int = 0
+    ranks_per_device: int = 1
 
     def options(self) -> dict:
         """Arguments of the extension module."""
@@ -76,12 +77,12 @@ _host_sessions: dict[tuple[Mesh, tuple[str, ...]], int] = {}
 _watchdog = Watchdog()
 
 
-def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str]]:
+def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str], Plan]:
     """Makes the heaps that a mesh of this platform can have.
 
     Returns:
-      The session, or None without a heap; and implementation -> reason for each
-      that this mesh cannot serve.
+      The session, or None without a heap; implementation -> reason for each that
+      this mesh cannot serve; and the plan with what was found out about devices.
 
     Raises:
       RuntimeError: the mesh could, but something failed here or in another process.
@@ -89,37 +90,27 @@ def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str]]:
     if platform == "cpu":
         reason, session = _create_host(plan)
         on_cpu = "runs on CUDA devices only, this mesh has cpu"
-        return session, _reasons(host=reason, cuda=on_cpu)
+        return session, _reasons(host=reason, cuda=on_cpu), plan
     on_device = f"runs on CPU devices only, this mesh has {platform}"
     if platform != "cuda":
         other = f"runs on CUDA devices only, this mesh has {platform}"
-        return None, _reasons(host=on_device, cuda=other)
-    reason, session = _create_cuda(plan)
-    return session, _reasons(host=on_device, cuda=reason)
+        return None, _reasons(host=on_device, cuda=other), plan
+    reason, session, plan = _create_cuda(plan)
+    return session, _reasons(host=on_device, cuda=reason), plan
 
 
-def members(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, int, int]]:
-    """Where each device of this process stands.
+def _share_devices(plan: Plan, uuids: list[str]) -> Plan:
+    """Gives ranks that share a physical device an equal part of its processors."""
+    sharing = max(collections.Counter(uuids).values())
+    budget = plan.sm_budget
+    if sharing > 1 and not budget:
+        budget = max(plan.mesh.local_devices[0].core_count // sharing, 1)
+    return dataclasses.replace(plan, ranks_per_device=sharing, sm_budget=budget)
 
-    Args:
-      mesh: concrete mesh.
-      axes: group axes, major first.
 
-    Returns:
-      (local device ordinal, line, rank) for each device of this process: devices
-      of one line exchange with each other, ordered by rank.
-    """
-    names = list(mesh.axis_names)
-    others = [n for n in names if n not in axes]
-    order = [names.index(n) for n in (*others, *axes)]
-    num_ranks = math.prod(mesh.shape[a] for a in axes)
-    lines = mesh.devices.transpose(order).reshape(-1, num_ranks)
-    return [
-        (device.local_hardware_id, line, rank)
-        for line, row in enumerate(lines)
-        for rank, device in enumerate(row)
-        if device.process_index == jax.process_index()
-    ]
+def size(session: int) -> int:
+    """Bytes of a session's heap on each device."""
+    return _targets().group_info(session)["heap_bytes"]
 
 
 def destroy(session: int, plan: Plan) -> None:
@@ -164,10 +155,10 @@ def _create_host(plan: Plan) -> tuple[str | None, int | None]:
     return None, session
 
 
-def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
+def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
     """Two steps, each of which succeeds in all processes or in none."""
     if not plan.members:
-        return "this process has no device in the mesh", None
+        return "this process has no device in the mesh", None, plan
     rendezvous = Rendezvous(plan.mesh, f"initialize {plan.axes}")
     processes = rendezvous.processes
     prepared = None
@@ -175,7 +166,12 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
 
     def offer():
         _require_kernels()
-        return {"plan": plan.summary(), "session": next(_sessions)}
+        devices = [_targets().device_uuid(ordinal) for ordinal, _, _ in plan.members]
+        return {
+            "plan": plan.summary(),
+            "session": next(_sessions),
+            "devices": devices,
+        }
 
     def prepare():
         nonlocal prepared
@@ -196,6 +192,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
     try:
         offers = rendezvous.exchange(offer)
         agree([o["plan"] for o in offers], processes, "what initialize was asked for")
+        plan = _share_devices(plan, [d for o in offers for d in o["devices"]])
         # The id is part of the compiled program, which must be the same everywhere.
         session = max(o["session"] for o in offers)
         while next(_sessions) < session:
@@ -211,11 +208,11 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None]:
             _targets().group_destroy(prepared)
         if isinstance(error, PeerFailure):
             if error.unavailable:
-                return str(error), None
+                return str(error), None, plan
             raise RuntimeError(f"jax_ulysses.initialize: {error}") from error.__cause__
         raise
     _watchdog.watch(session, _targets().group_info)
-    return None, session
+    return None, session, plan
 
 
 def _require_kernels() -> None:

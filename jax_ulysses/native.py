@@ -65,6 +65,13 @@ class _Native:
             "around": self._around(),
         }
 
+    def psum(self, axes: tuple[str, ...], vectors: tuple[Array, ...]):
+        """Sums over the ranks of the group along ``axes``; see ``reductions.psum``."""
+        session = group.find(axes).session
+        return _targets().psum(
+            vectors, group=session, axis_name=axes, around=self._around()
+        )
+
     def scatter(self, ex: HeadExchange, parts: tuple[Array, ...]):
         """See ``reference.scatter``."""
         targets = _targets()

@@ -7,10 +7,12 @@ replicated weights are reduced exactly once, and how replicated activations,
 which an exchange would mix up silently, are refused.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import jax
 from jax import lax
+from jax.sharding import Mesh
 
 from jax_ulysses._typing import Array, AxisName
 
@@ -97,6 +99,30 @@ def platform_name(name: str) -> str:
     return {"gpu": "cuda"}.get(name.lower(), name.lower())
 
 
+def members(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, int, int]]:
+    """Where each device of this process stands.
+
+    Args:
+      mesh: concrete mesh.
+      axes: group axes, major first.
+
+    Returns:
+      (local device ordinal, line, rank) for each device of this process: devices
+      of one line exchange with each other, ordered by rank.
+    """
+    names = list(mesh.axis_names)
+    others = [n for n in names if n not in axes]
+    order = [names.index(n) for n in (*others, *axes)]
+    num_ranks = math.prod(mesh.shape[a] for a in axes)
+    lines = mesh.devices.transpose(order).reshape(-1, num_ranks)
+    return [
+        (device.local_hardware_id, line, rank)
+        for line, row in enumerate(lines)
+        for rank, device in enumerate(row)
+        if device.process_index == jax.process_index()
+    ]
+
+
 def varying_axes(*arrays: Array) -> frozenset[str]:
     """Mesh axes over which any of the arrays differs from rank to rank."""
     return frozenset().union(*(jax.typeof(a).mat.varying for a in arrays))
@@ -122,16 +148,3 @@ def vary_like(x: Array, axes: Iterable[str]) -> Array:
     """Widens the type of ``x`` to differ over ``axes`` too."""
     missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def reduce_like(cotangent: Array, primal: Array) -> Array:
-    """Makes a cotangent fit its primal: sums over axes where the primal is replicated.
-
-    This is the one place where weight, bias and activation gradients are summed
-    over ranks, so each is summed exactly once. The sum runs in the cotangent's
-    own dtype (fp32 for weight gradients); the result has the primal's dtype.
-    """
-    extra = tuple(sorted(varying_axes(cotangent) - varying_axes(primal)))
-    if extra:
-        cotangent = lax.psum(cotangent, extra)
-    return vary_like(cotangent.astype(primal.dtype), varying_axes(primal))

@@ -3,7 +3,7 @@
 
 The input gradient of ``gemm_a2a`` is an ``a2a_gemm`` by the transposed weight, and
 the reverse, so one exchange forward means one exchange backward. Weight gradients
-are local GEMMs in fp32, summed over ranks once by ``sharding.reduce_like``.
+are local GEMMs in fp32, summed over ranks once by ``reductions.reduce_like``.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ulysses import dispatch, remat, sharding
+from jax_ulysses import dispatch, reductions, remat, sharding
 from jax_ulysses._typing import Array
 from jax_ulysses.reference import accumulation_dtype
 from jax_ulysses.spec import HeadExchange, Request
@@ -141,7 +141,7 @@ def _gemm_a2a_bwd(call, residuals, cotangents):
         w_transposed=back.w_transposed,
     )
     dw = weight_gradient(x, dy, w_transposed=call.w_transposed)
-    return dx, sharding.reduce_like(dw, w), _bias_gradient(dy, bias)
+    return dx, reductions.reduce_like(dw, w), _bias_gradient(dy, bias)
 
 
 _gemm_a2a.defvjp(_gemm_a2a_fwd, _gemm_a2a_bwd)
@@ -173,7 +173,7 @@ def _a2a_gemm_bwd(call, residuals, dy):
     back = call.backward()
     dparts = back.run("gemm_a2a", (dy, w), dy, w, None, w_transposed=back.w_transposed)
     dw = weight_gradient(gathered, dy, w_transposed=call.w_transposed)
-    return dparts, sharding.reduce_like(dw, w), _bias_gradient(dy, bias)
+    return dparts, reductions.reduce_like(dw, w), _bias_gradient(dy, bias)
 
 
 _a2a_gemm.defvjp(_a2a_gemm_fwd, _a2a_gemm_bwd)
@@ -201,4 +201,4 @@ def _bias_gradient(dy: Array, bias: Array | None) -> Array | None:
     if bias is None:
         return None
     db = jnp.sum(dy, axis=(0, 1), dtype=accumulation_dtype(dy.dtype))
-    return sharding.reduce_like(db, bias)
+    return reductions.reduce_like(db, bias)

@@ -33,7 +33,20 @@ Status SetType(host::ElementType type, FusedCall& call) {
   return {};
 }
 
-// The three calls, from their arguments; info, mailbox and budget come later.
+SumType SumTypeOf(host::ElementType type) {
+  switch (type) {
+    case host::ElementType::kF32:
+      return SumType::kF32;
+    case host::ElementType::kBf16:
+      return SumType::kBf16;
+    case host::ElementType::kF16:
+      return SumType::kF16;
+    default:
+      return SumType::kNone;
+  }
+}
+
+// The calls, from their arguments; info, mailbox and budget come later.
 Status Translate(const host::ExchangeArgs& args, ExchangeCall& call) {
   const HeadExchange& exchange = args.shape.exchange;
   const Status status = CheckSegments(exchange);
@@ -49,19 +62,9 @@ Status Translate(const host::ExchangeArgs& args, ExchangeCall& call) {
     call.out[seg] = args.out[seg];
   }
   if (!args.gather || !args.sum_replicas || !replicated) return {};
-  switch (args.type) {
-    case host::ElementType::kF32:
-      call.sum_replicas = SumType::kF32;
-      return {};
-    case host::ElementType::kBf16:
-      call.sum_replicas = SumType::kBf16;
-      return {};
-    case host::ElementType::kF16:
-      call.sum_replicas = SumType::kF16;
-      return {};
-    default:
-      return Unsupported("sums replicated heads of float32, bfloat16 and float16 only");
-  }
+  call.sum_replicas = SumTypeOf(args.type);
+  if (call.sum_replicas != SumType::kNone) return {};
+  return Unsupported("sums replicated heads of float32, bfloat16 and float16 only");
 }
 
 Status Translate(const host::GemmA2aArgs& args, GemmA2aCall& call) {
@@ -92,6 +95,17 @@ Status Translate(const host::A2aGemmArgs& args, A2aGemmCall& call) {
   call.y = args.y;
   call.gathered = args.g;
   for (int64_t seg = 0; seg < call.exchange.num_segments; ++seg) call.parts[seg] = args.parts[seg];
+  return {};
+}
+
+Status Translate(const host::PsumArgs& args, PsumCall& call) {
+  call.type = SumTypeOf(args.type);
+  if (call.type == SumType::kNone) {
+    return Unsupported("sums vectors of float32, bfloat16 and float16 only");
+  }
+  call.count = args.count;
+  call.in = args.in;
+  call.out = args.out;
   return {};
 }
 
@@ -185,6 +199,11 @@ ffi::Error LaunchGemmA2a(const char* target, const RankHandle& handle,
 ffi::Error LaunchA2aGemm(const char* target, const RankHandle& handle,
                          const host::A2aGemmArgs& args, CUstream_st* stream) {
   return Enqueue<A2aGemmCall>(target, handle, Operator::kA2aGemm, args, stream);
+}
+
+ffi::Error LaunchPsum(const char* target, const RankHandle& handle, const host::PsumArgs& args,
+                      CUstream_st* stream) {
+  return Enqueue<PsumCall>(target, handle, Operator::kPsum, args, stream);
 }
 
 std::string WhyNot(const Question& question) {

@@ -10,6 +10,7 @@
 #include "host/a2a_gemm.h"
 #include "host/exchange.h"
 #include "host/gemm_a2a.h"
+#include "host/psum.h"
 #include "question.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -25,6 +26,8 @@ xla::ffi::Error LaunchGemmA2a(const char* target, const RankHandle& handle,
                               const host::GemmA2aArgs& args, CUstream_st* stream);
 xla::ffi::Error LaunchA2aGemm(const char* target, const RankHandle& handle,
                               const host::A2aGemmArgs& args, CUstream_st* stream);
+xla::ffi::Error LaunchPsum(const char* target, const RankHandle& handle, const host::PsumArgs& args,
+                           CUstream_st* stream);
 
 // Empty, or why the kernels cannot do it.
 std::string WhyNot(const Question& question);

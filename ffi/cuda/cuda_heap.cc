@@ -245,6 +245,18 @@ std::pair<int64_t, int64_t> DeviceMemoryInfo(int device) {
   return {static_cast<int64_t>(free_bytes), static_cast<int64_t>(total_bytes)};
 }
 
+std::string DeviceUuid(int device) {
+  cudaDeviceProp properties;
+  Check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+  std::string text;
+  for (const char byte : properties.uuid.bytes) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    text += kDigits[static_cast<unsigned char>(byte) >> 4];
+    text += kDigits[static_cast<unsigned char>(byte) & 15];
+  }
+  return text;
+}
+
 std::unique_ptr<SymmetricHeap> MakeHeap(const HeapLayout& layout, int64_t deadline_ms,
                                         uint32_t start_epoch, const std::vector<Member>& members) {
   return std::make_unique<CudaHeap>(layout, deadline_ms, start_epoch, members);

@@ -23,6 +23,9 @@ std::unique_ptr<SymmetricHeap> MakeHeap(const HeapLayout& layout, int64_t deadli
 // Free and total bytes of a device.
 std::pair<int64_t, int64_t> DeviceMemoryInfo(int device);
 
+// What tells one physical device (or one slice of it) from all others, in any process.
+std::string DeviceUuid(int device);
+
 }  // namespace jax_ulysses::cuda
 
 #endif  // JAX_ULYSSES_FFI_CUDA_CUDA_HEAP_H_

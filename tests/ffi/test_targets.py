@@ -21,6 +21,7 @@ def test_registration_is_idempotent():
     again = importlib.reload(targets)
     again.register()
     assert set(_targets.registrations()) == {
+        targets.PSUM,
         targets.EXCHANGE,
         targets.GEMM_A2A,
         targets.A2A_GEMM,
@@ -31,7 +32,7 @@ def test_build_info():
     info = targets.build_info()
     assert info["platforms"] in (["cpu"], ["cpu", "cuda"])
     for platform in info["platforms"]:
-        assert len(_targets.registrations(platform)) == 3
+        assert len(_targets.registrations(platform)) == 4
     assert info["ffi_api_version"][0] == 0
 
 
