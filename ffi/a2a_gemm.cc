@@ -98,7 +98,7 @@ ffi::Error CudaA2aGemm(CUstream_st* stream, int32_t device_ordinal, ffi::Remaini
   CallContext context = {kTarget, group, token_order, heads, device_ordinal, 0, {}};
   return RunEnqueue(context, [&] {
     const host::A2aGemmArgs call = Read(context, args, rets, w_transposed, want_gathered, false);
-    return cuda::LaunchA2aGemm(kTarget, context.handle, call, stream);
+    return cuda::LaunchA2aGemm(kTarget, context.handle, ProgramRank(args), call, stream);
   });
 }
 #endif

@@ -80,7 +80,7 @@ ffi::Error CudaExchange(CUstream_st* stream, int32_t device_ordinal, ffi::Remain
   CallContext context = {kTarget, group, token_order, heads, device_ordinal, 0, {}};
   return RunEnqueue(context, [&] {
     const host::ExchangeArgs call = Read(context, args, rets, direction, sum_replicas, false);
-    return cuda::LaunchExchange(kTarget, context.handle, call, stream);
+    return cuda::LaunchExchange(kTarget, context.handle, ProgramRank(args), call, stream);
   });
 }
 #endif

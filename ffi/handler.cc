@@ -117,6 +117,10 @@ void CheckRankOperand(const CallContext& context, ffi::AnyBuffer buffer, bool re
   throw ArgumentError(text);
 }
 
+const int32_t* ProgramRank(ffi::RemainingArgs args) {
+  return static_cast<const int32_t*>(args.get<ffi::AnyBuffer>(0)->untyped_data());
+}
+
 HeadExchange MakeExchange(const CallContext& context, int64_t head_dim, int64_t local_tokens) {
   HeadExchange exchange;
   exchange.num_ranks = context.handle.line->layout().num_ranks;

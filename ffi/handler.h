@@ -63,8 +63,12 @@ int64_t LocalTokens(const CallContext& context, int64_t global_tokens);
 host::Hash Agreement(const CallContext& context, const host::Shape& shape, ffi::DataType dtype);
 
 // Operand 0 of every target: the program's idea of the rank, int32 [1]. It differs from the group's
-// where the mesh of the program lists its devices in another order than that of initialize.
+// where the mesh of the program lists its devices in another order than that of initialize. Unless
+// it is `readable` here, the kernel compares.
 void CheckRankOperand(const CallContext& context, ffi::AnyBuffer buffer, bool readable);
+
+// Where that operand lies, after CheckRankOperand.
+const int32_t* ProgramRank(ffi::RemainingArgs args);
 
 using Runner = std::function<host::CallStatus()>;
 

@@ -108,6 +108,12 @@ std::string Line::Describe(const Fault& fault) const {
            << " disagree on this call: operator, shapes, dtype, token order or order of calls "
               "differ";
       break;
+    case FaultKind::kRankMismatch:
+      text
+          << " of the group is rank " << static_cast<int32_t>(fault.detail)
+          << " in this program: the program runs on a mesh whose device order differs from the one "
+             "given to initialize";
+      break;
     case FaultKind::kThrown:
       text << " failed";
       break;

@@ -85,7 +85,7 @@ ffi::Error CudaPsum(CUstream_st* stream, int32_t device_ordinal, ffi::RemainingA
   CallContext context = {kTarget, group, 0, counts, device_ordinal, 0, {}};
   return RunEnqueue(context, [&] {
     for (const host::PsumArgs& call : Read(context, args, rets, false)) {
-      ffi::Error error = cuda::LaunchPsum(kTarget, context.handle, call, stream);
+      ffi::Error error = cuda::LaunchPsum(kTarget, context.handle, ProgramRank(args), call, stream);
       if (error.failure()) return error;
     }
     return ffi::Error::Success();

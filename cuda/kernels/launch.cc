@@ -136,6 +136,7 @@ class Key {
         .Add(info.layout.flags_per_source)
         .Add(info.layout.blocks_per_source)
         .Add(info.rank)
+        .Add(static_cast<const void*>(info.program_rank))
         .Add(info.op)
         .Add(info.deadline_ns);
   }

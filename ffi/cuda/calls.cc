@@ -127,8 +127,8 @@ ffi::Error ToError(const char* target, const Status& status) {
 }
 
 template <class Call, class Args>
-ffi::Error Enqueue(const char* target, const RankHandle& handle, Operator op, const Args& args,
-                   CUstream_st* stream) {
+ffi::Error Enqueue(const char* target, const RankHandle& handle, const int32_t* program_rank,
+                   Operator op, const Args& args, CUstream_st* stream) {
   Line& line = *handle.line;
   // Shut waits for this lock: no launch comes after the heaps have been given back.
   std::lock_guard<std::mutex> one_call(line.call_mutex(handle.rank));
@@ -138,6 +138,7 @@ ffi::Error Enqueue(const char* target, const RankHandle& handle, Operator op, co
   Status status = Translate(args, call);
   if (!status.ok()) return ToError(target, status);
   call.info = line.MakeCall(handle.rank, op, args.agreement);
+  call.info.program_rank = program_rank;
   call.mailbox = line.heap().mailbox(handle.rank);
   call.sm_budget = line.sm_budget();
   if constexpr (std::is_base_of_v<FusedCall, Call>) call.comm_ctas = line.comm_ctas();
@@ -185,25 +186,25 @@ std::string WhyNot(const Question& question, const Args& args) {
 
 }  // namespace
 
-ffi::Error LaunchExchange(const char* target, const RankHandle& handle,
+ffi::Error LaunchExchange(const char* target, const RankHandle& handle, const int32_t* program_rank,
                           const host::ExchangeArgs& args, CUstream_st* stream) {
   const Operator op = args.gather ? Operator::kGather : Operator::kScatter;
-  return Enqueue<ExchangeCall>(target, handle, op, args, stream);
+  return Enqueue<ExchangeCall>(target, handle, program_rank, op, args, stream);
 }
 
-ffi::Error LaunchGemmA2a(const char* target, const RankHandle& handle,
+ffi::Error LaunchGemmA2a(const char* target, const RankHandle& handle, const int32_t* program_rank,
                          const host::GemmA2aArgs& args, CUstream_st* stream) {
-  return Enqueue<GemmA2aCall>(target, handle, Operator::kGemmA2a, args, stream);
+  return Enqueue<GemmA2aCall>(target, handle, program_rank, Operator::kGemmA2a, args, stream);
 }
 
-ffi::Error LaunchA2aGemm(const char* target, const RankHandle& handle,
+ffi::Error LaunchA2aGemm(const char* target, const RankHandle& handle, const int32_t* program_rank,
                          const host::A2aGemmArgs& args, CUstream_st* stream) {
-  return Enqueue<A2aGemmCall>(target, handle, Operator::kA2aGemm, args, stream);
+  return Enqueue<A2aGemmCall>(target, handle, program_rank, Operator::kA2aGemm, args, stream);
 }
 
-ffi::Error LaunchPsum(const char* target, const RankHandle& handle, const host::PsumArgs& args,
-                      CUstream_st* stream) {
-  return Enqueue<PsumCall>(target, handle, Operator::kPsum, args, stream);
+ffi::Error LaunchPsum(const char* target, const RankHandle& handle, const int32_t* program_rank,
+                      const host::PsumArgs& args, CUstream_st* stream) {
+  return Enqueue<PsumCall>(target, handle, program_rank, Operator::kPsum, args, stream);
 }
 
 std::string WhyNot(const Question& question) {

@@ -19,14 +19,19 @@ struct CUstream_st;
 namespace jax_ulysses::cuda {
 
 // Enqueue one call of one rank. They never block, allocate device memory or read it, and always
-// launch the same one kernel, so that XLA may capture them into a CUDA graph.
+// launch the same one kernel, so that XLA may capture them into a CUDA graph. `program_rank` is the
+// rank operand, in device memory: the kernel compares it with the rank of the handle.
 xla::ffi::Error LaunchExchange(const char* target, const RankHandle& handle,
-                               const host::ExchangeArgs& args, CUstream_st* stream);
+                               const int32_t* program_rank, const host::ExchangeArgs& args,
+                               CUstream_st* stream);
 xla::ffi::Error LaunchGemmA2a(const char* target, const RankHandle& handle,
-                              const host::GemmA2aArgs& args, CUstream_st* stream);
+                              const int32_t* program_rank, const host::GemmA2aArgs& args,
+                              CUstream_st* stream);
 xla::ffi::Error LaunchA2aGemm(const char* target, const RankHandle& handle,
-                              const host::A2aGemmArgs& args, CUstream_st* stream);
-xla::ffi::Error LaunchPsum(const char* target, const RankHandle& handle, const host::PsumArgs& args,
+                              const int32_t* program_rank, const host::A2aGemmArgs& args,
+                              CUstream_st* stream);
+xla::ffi::Error LaunchPsum(const char* target, const RankHandle& handle,
+                           const int32_t* program_rank, const host::PsumArgs& args,
                            CUstream_st* stream);
 
 // Empty, or why the kernels cannot do it.

@@ -27,6 +27,7 @@ enum class FaultKind : uint32_t {
   kDisagreement = 6,   // peer entered this epoch with another operator, shape or type
   kThrown = 7,         // the rank itself failed (host exception)
   kClosed = 8,         // the group was destroyed during the call
+  kRankMismatch = 9,   // the program counts the devices in another order than the group
 };
 
 // `tile` is the tile or row block of a wait, -1 where it means nothing.
@@ -37,7 +38,8 @@ struct Fault {
   Operator op = Operator::kNone;
   int32_t tile = -1;
   uint32_t epoch = 0;
-  uint32_t detail = 0;  // agreement hash of the peer for kDisagreement
+  // kDisagreement: agreement hash of the peer. kRankMismatch: what the program calls this rank.
+  uint32_t detail = 0;
 };
 
 }  // namespace jax_ulysses

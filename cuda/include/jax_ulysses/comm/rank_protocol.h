@@ -39,6 +39,9 @@ struct CallInfo {
   PeerTable peers;
   HeapLayout layout;
   int32_t rank = 0;
+  // What the program takes this rank for (its axis index), or null. For kernels, which read it on
+  // the device; CPU handlers compare it themselves.
+  const int32_t* program_rank = nullptr;
   Operator op = Operator::kNone;
   uint32_t agreement = 0;    // hash of operator, shapes and types: equal on all ranks, or an error
   uint64_t deadline_ns = 0;  // of every single wait; 0 waits for ever

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // How a kernel of one rank begins and ends, whatever it does in between.
 //
-// A rank is `ctas` CTAs. Begin: every CTA looks whether the group has been aborted. End: the last
-// CTA to finish says "done" at every rank and advances the epoch, or, after an abort, fills all
-// outputs with NaN and hands the fault record to the host. There is no exit handshake: what a rank
-// still owes to its peers is parked in slots, which the credit protects.
+// A rank is `ctas` CTAs. Begin: every CTA looks whether the group has been aborted, and whether the
+// program means the same rank. End: the last CTA to finish says "done" at every rank and advances
+// the epoch, or, after an abort, fills all outputs with NaN and hands the fault record to the host.
+// There is no exit handshake: what a rank still owes to its peers is parked in slots, which the
+// credit protects.
 #ifndef JAX_ULYSSES_EXCHANGE_RANK_CALL_H_
 #define JAX_ULYSSES_EXCHANGE_RANK_CALL_H_
 
@@ -66,9 +67,18 @@ struct RankShared {
 template <bool kTest>
 JU_D void BeginRank(const RankCall& call, RankShared& shared) {
   if constexpr (kTest) TestHooks::Sleep(call.hooks.start_delay_ns);
-  if (threadIdx.x == 0) {
-    shared.aborted = call.communicate && KernelProtocol<kTest>(call.info).Aborted() ? 1u : 0u;
+  if (threadIdx.x != 0) return;
+  shared.aborted = 0;
+  if (!call.communicate) return;
+  KernelProtocol<kTest> protocol(call.info);
+  // Written by an earlier kernel of the stream. Every CTA compares, so that none starts to work;
+  // the first one raises the fault.
+  if (call.info.program_rank != nullptr && *call.info.program_rank != call.info.rank) {
+    protocol.Raise(FaultKind::kRankMismatch, call.info.rank, -1,
+                   static_cast<uint32_t>(*call.info.program_rank));
+    shared.aborted = 1;
   }
+  if (protocol.Aborted()) shared.aborted = 1;
 }
 
 // One warp: the credit of every rank, one per lane. False after an abort. The proxy fence orders
