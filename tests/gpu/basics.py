@@ -17,10 +17,9 @@ def initialize(rank, axis="cp", mesh=None, **kwargs):
     return ju.initialize(mesh or rank.mesh, axis, WORKSPACE_BYTES, **kwargs)
 
 
-def array(rank, tokens=32, heads=2, head_dim=64, seed=0):
+def array(rank, tokens=32, heads=2, head_dim=64, seed=0, dtype=ml_dtypes.bfloat16):
     shape = (1, tokens * rank.num_ranks, heads * rank.num_ranks, head_dim)
-    x = np.random.default_rng(seed).standard_normal(shape)
-    return x.astype(ml_dtypes.bfloat16)
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
 def scatter(rank):

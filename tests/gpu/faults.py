@@ -5,12 +5,15 @@ On CPUs the call that meets a fault raises at once; on GPUs it ends with NaN, an
 next one raises.
 """
 
+import dataclasses
 import logging
 import os
 import signal
 import time
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 import jax_ulysses as ju
 from jax_ulysses import group, heaps
@@ -34,8 +37,15 @@ def _inject(rank, victim, kind, value=0):
         targets.inject_fault(found.session, 0, victim, kind, value)
 
 
-def _meets_fault(rank, victim, provoke, words, deadline_s=2.0):
-    """A fault ends the call everywhere, says why, and a new group works."""
+def _nothing():
+    """The call itself is the fault."""
+
+
+def _meets_fault(rank, victim, provoke, words, deadline_s=2.0, call=outcome):
+    """A fault ends the call everywhere, says why, and a new group works.
+
+    ``provoke`` runs before ``call``, which is the call that meets the fault.
+    """
     records = _Records()
     logging.getLogger("jax_ulysses").addHandler(records)
     x = array(rank)
@@ -45,7 +55,7 @@ def _meets_fault(rank, victim, provoke, words, deadline_s=2.0):
         assert first == "right", first
         provoke()
         start = time.monotonic()
-        met = outcome(rank, x)
+        met = call(rank, x)
         seconds = time.monotonic() - start
         here = rank.mesh.devices[victim].process_index == jax.process_index()
         if rank.implementation == "host" or (here and met != "nan"):
@@ -75,6 +85,38 @@ def _meets_fault(rank, victim, provoke, words, deadline_s=2.0):
 def fault_other_call(rank):
     """One rank comes with another call."""
     return _meets_fault(rank, 1, lambda: _inject(rank, 1, "shape"), ["disagree"])
+
+
+def _own_array(rank, **kwargs):
+    """A call in which the process with rank 1 brings an array of its own."""
+    if len({d.process_index for d in rank.mesh.devices}) == 1:
+        return {"not_run": "one process runs one program on all ranks"}
+
+    def call(rank, x):
+        own = rank.mesh.devices[1].process_index == jax.process_index()
+        return outcome(rank, array(rank, **kwargs) if own else x)
+
+    return _meets_fault(rank, 1, _nothing, ["disagree"], call=call)
+
+
+def fault_other_shape(rank):
+    """One process calls with longer sequences than the others."""
+    return _own_array(rank, tokens=48)
+
+
+def fault_other_dtype(rank):
+    """One process calls with another dtype of the same size."""
+    return _own_array(rank, dtype=np.float16)
+
+
+def fault_device_order(rank):
+    """A program whose mesh lists two devices the other way round."""
+    devices = rank.mesh.devices.copy()
+    devices[[0, 1]] = devices[[1, 0]]
+    mesh = Mesh(devices, rank.mesh.axis_names, axis_types=rank.mesh.axis_types)
+    swapped = dataclasses.replace(rank, mesh=mesh)
+    words = ["device order differs from the one given to initialize"]
+    return _meets_fault(rank, 1, _nothing, words, call=lambda _, x: outcome(swapped, x))
 
 
 def fault_missing_rank(rank):

@@ -20,7 +20,14 @@ from jax_ulysses import group, heaps
 from jax_ulysses.ffi import targets
 from jax_ulysses.rendezvous import Rendezvous
 from tests.gpu.basics import WORKSPACE_BYTES, array, initialize, outcome, scatter
-from tests.gpu.faults import fault_missing_rank, fault_other_call, late_rank
+from tests.gpu.faults import (
+    fault_device_order,
+    fault_missing_rank,
+    fault_other_call,
+    fault_other_dtype,
+    fault_other_shape,
+    late_rank,
+)
 from tests.gpu.shards import HEADS, SEQUENCE, assert_same_bits, place, run
 from tests.helpers import mapping_oracle
 from tests.helpers.projection_cases import Case
@@ -289,6 +296,9 @@ SCENARIOS = (
     two_groups,
     late_rank,
     fault_other_call,
+    fault_other_shape,
+    fault_other_dtype,
+    fault_device_order,
     fault_missing_rank,
     same_program_again,
     arguments,
