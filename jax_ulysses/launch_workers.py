@@ -56,7 +56,8 @@ class Worker:
             stderr=subprocess.PIPE if shown else subprocess.STDOUT,
             # A session of its own: Ctrl-C reaches it through us, and only once.
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509: one system call, no locks
+            # One system call, which takes no locks.
+            preexec_fn=_die_with_parent,  # noqa: PLW1509
         )
         if shown:
             for pipe, screen in (
