@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
 
-from jax_ulysses import native, reference
+from jax_ulysses import mosaic, native, reference
 from jax_ulysses.config import config
 from jax_ulysses.spec import Request
 
@@ -40,20 +40,10 @@ class Backend(Protocol):
         """Gather, then projection; see ``reference.a2a_gemm``."""
 
 
-class _Absent:
-    """A known implementation that this version does not contain."""
-
-    def __init__(self, reason: str):
-        self._reason = reason
-
-    def check(self, request: Request) -> None:
-        raise NotImplementedError(self._reason)
-
-
 # Best first; None tries all of them in this order but "host", which is for tests.
 _BACKENDS: dict[str, Any] = {
     "cuda": native.cuda,
-    "pallas": _Absent("this version contains no Pallas kernels"),
+    "pallas": mosaic,
     "xla": reference,
     "host": native.host,
 }

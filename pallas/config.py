@@ -85,7 +85,7 @@ class GemmConfig:
 
 
 def swizzle_columns(
-    a: Sequence[Segment], n: int, *, w_transposed: bool
+    config: GemmConfig, a: Sequence[Segment], n: int, *, w_transposed: bool
 ) -> int:
     """Columns of a swizzled row in shared memory: 64, 32 or 16.
 
@@ -93,12 +93,12 @@ def swizzle_columns(
     of A and the rows of W as they lie in memory, so that no box straddles two rows.
     """
     columns = common_divisor(a, 64)
-    return columns if w_transposed else math.gcd(columns, n)
+    return columns if w_transposed else math.gcd(columns, n, config.tile_n)
 
 
-def piece_columns(out: Sequence[Segment]) -> int:
+def piece_columns(config: GemmConfig, out: Sequence[Segment]) -> int:
     """Columns that the epilogue stores at a time: no piece straddles two blocks."""
-    return common_divisor(out, 64)
+    return math.gcd(common_divisor(out, 64), config.group_n)
 
 
 def refusal(
@@ -132,18 +132,50 @@ def refusal(
                 f"multiples of {MIN_COLUMNS}"
             )
     group = config.group_m * config.group_n
-    if config.group_m % 64 or config.group_n % 64 or group > MAX_ACCUMULATORS:
+    if config.group_m % 64 or config.group_n % 32 or group > MAX_ACCUMULATORS:
         return (
-            f"a warpgroup's tile of {config.group_m}x{config.group_n} is no multiple of "
-            f"64x64 of at most {MAX_ACCUMULATORS} accumulators"
+            f"a warpgroup's tile of {config.group_m}x{config.group_n} is no multiple "
+            f"of 64x32 of at most {MAX_ACCUMULATORS} accumulators"
         )
-    swizzle = swizzle_columns(a, out[-1].stop, w_transposed=w_transposed)
+    swizzle = swizzle_columns(config, a, out[-1].stop, w_transposed=w_transposed)
     if config.tile_k % swizzle:
         return f"tile_k={config.tile_k} is no multiple of the swizzle's {swizzle}"
-    need = config.smem_bytes(piece_columns(out))
+    need = config.smem_bytes(piece_columns(config, out))
     if need > SMEM_BYTES:
+        tile = f"{config.tile_m}x{config.tile_n}x{config.tile_k}"
         return (
-            f"{config.stages} stages of {config.tile_m}x{config.tile_n}x{config.tile_k} "
-            f"need {need} bytes of shared memory, an SM has {SMEM_BYTES}"
+            f"{config.stages} stages of {tile} need {need} bytes of shared memory, an "
+            f"SM has {SMEM_BYTES}"
         )
     return None
+
+
+# Tilings worth having, and what a pipeline step of one costs beside 128x256, measured
+# on an H200 (benchmarks/results). Larger tiles read less shared memory for each WGMMA;
+# with the smallest, two CTAs have to share W to keep up.
+_CANDIDATES = (
+    (GemmConfig(), 1.0),
+    (GemmConfig(tile_n=192), 1.02),
+    (GemmConfig(tile_n=160, stages=5), 1.04),
+    (GemmConfig(tile_n=128, stages=6, cluster=2), 1.05),
+)
+# A pipeline step of 128x256x64, and what a tile costs besides: filling and draining.
+_STEP_US, _TILE_US = 0.66, 1.5
+
+
+def choose(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
+    """The tiling with the shortest predicted time.
+
+    All SMs work on a tile at a time, so the time is that of a tile times the number
+    of rounds, of which the last one may be nearly empty.
+    """
+
+    def predicted_us(candidate) -> float:
+        config, cost = candidate
+        tiles_m, tiles_n = config.tiles(m, n)
+        rounds = math.ceil(tiles_m * tiles_n / max(num_sms // config.cluster, 1))
+        area = config.tile_m * config.tile_n / (128 * 256)
+        steps = math.ceil(k / config.tile_k)
+        return rounds * (steps * area * cost * _STEP_US + _TILE_US)
+
+    return min(_CANDIDATES, key=predicted_us)[0]

@@ -111,17 +111,16 @@ def gemm(
       Per segment of ``plan.out`` [blocks * copies, M, width].
     """
     config = plan.config
-    swizzle = swizzle_columns(plan.a, plan.columns, w_transposed=plan.w_transposed)
-    piece = piece_columns(plan.out)
-    w_tile = (config.tile_k, config.tile_n)
+    swizzle = swizzle_columns(
+        config, plan.a, plan.columns, w_transposed=plan.w_transposed
+    )
+    piece = piece_columns(config, plan.out)
+    a_tile, w_tile = (config.tile_m, config.tile_k), (config.tile_k, config.tile_n)
+    if plan.w_transposed:
+        w_tile = w_tile[::-1]
     scratch = dict(
-        a_smem=_ring((config.tile_m, config.tile_k), config.stages, swizzle, plan.dtype),
-        w_smem=_ring(
-            w_tile[::-1] if plan.w_transposed else w_tile,
-            config.stages,
-            swizzle,
-            plan.dtype,
-        ),
+        a_smem=_swizzled((config.stages, *a_tile), swizzle, plan.dtype),
+        w_smem=_swizzled((config.stages, *w_tile), swizzle, plan.dtype),
         out_smem=_swizzled(
             (CONSUMERS, EPILOGUE_SLOTS, EPILOGUE_ROWS, piece), piece, plan.dtype
         ),
@@ -338,16 +337,13 @@ def _store_piece(piece_smem, out_refs, m, n, plan: Plan):
 
 
 def _swizzled(shape, columns: int, dtype):
+    """Shared memory in the layout of TMA and WGMMA, ``columns`` to a swizzled row."""
     swizzle = columns * jnp.dtype(dtype).itemsize
     transforms = (
         plgpu.TilingTransform((ROW_MULTIPLE, columns)),
         plgpu.SwizzleTransform(swizzle),
     )
     return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _ring(tile, stages: int, swizzle: int, dtype):
-    return _swizzled((stages, *tile), swizzle, dtype)
 
 
 def _empty_barrier(config: GemmConfig):
@@ -363,5 +359,5 @@ def _empty_barrier(config: GemmConfig):
 
 def _pad_bias(bias: jax.Array, plan: Plan) -> jax.Array:
     """Tiles that reach over the last column read a bias there, too."""
-    columns = plan.tiles[1] * plan.config.step_n
-    return jnp.pad(bias, (0, columns - bias.shape[0]))
+    missing = plan.tiles[1] * plan.config.step_n - bias.shape[0]
+    return jnp.pad(bias, (0, missing)) if missing else bias

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel in Pallas's interpreter, against numpy; each case in its own process.
+
+The interpreter knows no clusters. tests/gpu has the kernel on a GPU.
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).with_name("interpreted.py")
+SMALL = {"tile_m": 128, "tile_n": 128, "stages": 2}
+BASE = {
+    "dataflow": "gemm_a2a",
+    "rows": 128,
+    "other": 128,
+    "heads": (4, 2, 2),
+    "head_dim": 64,
+    "ranks": 2,
+    "dtype": "bfloat16",
+    "bias": True,
+    "w_transposed": False,
+    "sms": 2,
+    "config": SMALL,
+}
+CASES = {
+    "split heads": {},
+    "transposed weight": {"w_transposed": True, "bias": False},
+    "replicated heads, float16": {"ranks": 4, "dtype": "float16"},
+    "rows that are no multiple of 8, one tile for two SMs": {"rows": 13},
+    "tails in rows, columns and depth": {"rows": 136, "other": 80, "head_dim": 80},
+    "columns split between warpgroups": {"config": SMALL | {"split": "n"}},
+    "more tiles than SMs": {"rows": 384, "other": 64, "sms": 1, "head_dim": 96},
+    "default tiling": {"config": {}, "rows": 72, "other": 64},
+    "gather": {"dataflow": "a2a_gemm"},
+    "gather, transposed weight": {"dataflow": "a2a_gemm", "w_transposed": True},
+    "gather, tails": {"dataflow": "a2a_gemm", "rows": 40, "head_dim": 80, "other": 48},
+    "gather, one copy": {"dataflow": "a2a_gemm", "ranks": 4, "bias": False},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    case = BASE | CASES[name]
+    run = subprocess.run(
+        [sys.executable, SCRIPT, json.dumps(case)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "XLA_FLAGS": ""},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    limit = 4e-3 if case["dtype"] == "bfloat16" else 6e-4
+    assert json.loads(run.stdout.splitlines()[-1]) <= limit
