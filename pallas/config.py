@@ -17,6 +17,8 @@ MAX_ACCUMULATORS = 64 * 256
 # The epilogue stages its result in pieces of 64 rows, two a warpgroup.
 EPILOGUE_ROWS = 64
 EPILOGUE_SLOTS = 2
+# TMA counts rows in eights, the height of a swizzled tile.
+ROW_MULTIPLE = 8
 # TMA boxes are a multiple of 16 bytes, and WGMMA reads no narrower swizzle than 32.
 MIN_COLUMNS = 16
 DTYPES = ("bfloat16", "float16")

@@ -20,144 +20,21 @@ empty[s]    each consumer of the cluster, when  the producer, before TMA overwri
 ==========  ==================================  =====================================
 """
 
-import dataclasses
 import functools
-from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ulysses.pallas.config import (
-    CONSUMERS,
-    EPILOGUE_ROWS,
-    EPILOGUE_SLOTS,
-    GemmConfig,
-    piece_columns,
-    swizzle_columns,
-)
-from jax_ulysses.pallas.layout import Segment
+from jax_ulysses.pallas.config import CONSUMERS, EPILOGUE_ROWS, EPILOGUE_SLOTS
+from jax_ulysses.pallas.plan import Plan
 
 # 512 registers a lane and four warps: the producer gives up what it does not need.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-# TMA counts rows in eights, the height of a swizzled tile.
-ROW_MULTIPLE = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Everything static about one GEMM.
-
-    Attributes:
-      a: segments of the left operand; together they are its K columns.
-      out: segments of the result; together they are its N columns.
-      rows: M, a multiple of 8.
-      w_transposed: W is [N, K].
-      has_bias: a bias of one element per column is added in fp32.
-      config: tile sizes.
-      dtype: of all arrays.
-    """
-
-    a: tuple[Segment, ...]
-    out: tuple[Segment, ...]
-    rows: int
-    w_transposed: bool
-    has_bias: bool
-    config: GemmConfig
-    dtype: jnp.dtype
-
-    @property
-    def columns(self) -> int:
-        """N."""
-        return self.out[-1].stop
-
-    @property
-    def tiles(self) -> tuple[int, int]:
-        """Tiles of a cluster in M and in N."""
-        return self.config.tiles(self.rows, self.columns)
-
-    @property
-    def k_steps(self) -> int:
-        """Pipeline stages that one tile goes through."""
-        return sum(s.blocks * self.k_tiles(s) for s in self.a)
-
-    def k_tiles(self, segment: Segment) -> int:
-        """Stages of one block of A; TMA fills what reaches over its edge with zeros."""
-        return pl.cdiv(segment.width, self.config.tile_k)
-
-
-def gemm(
-    a: Sequence[jax.Array],
-    w: jax.Array,
-    bias: jax.Array | None,
-    plan: Plan,
-    *,
-    num_sms: int,
-    interpret=None,
-) -> tuple[jax.Array, ...]:
-    """Multiplies segments by a matrix into segments.
-
-    Args:
-      a: per segment of ``plan.a`` [blocks, M, width].
-      w: [K, N], or [N, K] if ``plan.w_transposed``.
-      bias: [N] or None.
-      plan: see there.
-      num_sms: CTAs to launch, one an SM.
-      interpret: Pallas's interpret parameters, to run on a CPU.
-
-    Returns:
-      Per segment of ``plan.out`` [blocks * copies, M, width].
-    """
-    config = plan.config
-    swizzle = swizzle_columns(
-        config, plan.a, plan.columns, w_transposed=plan.w_transposed
-    )
-    piece = piece_columns(config, plan.out)
-    a_tile, w_tile = (config.tile_m, config.tile_k), (config.tile_k, config.tile_n)
-    if plan.w_transposed:
-        w_tile = w_tile[::-1]
-    scratch = dict(
-        a_smem=_swizzled((config.stages, *a_tile), swizzle, plan.dtype),
-        w_smem=_swizzled((config.stages, *w_tile), swizzle, plan.dtype),
-        out_smem=_swizzled(
-            (CONSUMERS, EPILOGUE_SLOTS, EPILOGUE_ROWS, piece), piece, plan.dtype
-        ),
-        # One arrival by the load of A, one by the load of W.
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
-        empty=_empty_barrier(config),
-    )
-    operands = [*a, w] if bias is None else [*a, w, _pad_bias(bias, plan)]
-    like = jax.typeof(a[0])
-    out_type = [
-        jax.ShapeDtypeStruct(
-            (s.blocks * s.copies, plan.rows, s.width),
-            plan.dtype,
-            manual_axis_type=like.mat,
-        )
-        for s in plan.out
-    ]
-    kernel = plgpu.kernel(
-        functools.partial(_cta, plan=plan),
-        out_type=out_type,
-        scratch_types=scratch,
-        grid=(max(num_sms // config.cluster, 1),),
-        grid_names=("clusters",),
-        cluster=(config.cluster,),
-        cluster_names=("cluster",),
-        num_threads=CONSUMERS + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
-        interpret=interpret,
-        kernel_name="ulysses_gemm",
-    )
-    return tuple(kernel(*operands))
-
-
-def _cta(*refs, plan: Plan, a_smem, w_smem, out_smem, full, empty):
+def cta(*refs, plan: Plan, a_smem, w_smem, out_smem, full, empty):
     """The body of every warpgroup of every CTA."""
     a_refs, rest = refs[: len(plan.a)], refs[len(plan.a) :]
     w_ref, rest = rest[0], rest[1:]
@@ -334,30 +211,3 @@ def _store_piece(piece_smem, out_refs, m, n, plan: Plan):
                     ],
                     commit_group=False,
                 )
-
-
-def _swizzled(shape, columns: int, dtype):
-    """Shared memory in the layout of TMA and WGMMA, ``columns`` to a swizzled row."""
-    swizzle = columns * jnp.dtype(dtype).itemsize
-    transforms = (
-        plgpu.TilingTransform((ROW_MULTIPLE, columns)),
-        plgpu.SwizzleTransform(swizzle),
-    )
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _empty_barrier(config: GemmConfig):
-    if config.cluster == 1:
-        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
-    # A multicast overwrites the slot in both CTAs.
-    return plgpu.ClusterBarrier(
-        collective_axes=("cluster",),
-        num_arrivals=CONSUMERS,
-        num_barriers=config.stages,
-    )
-
-
-def _pad_bias(bias: jax.Array, plan: Plan) -> jax.Array:
-    """Tiles that reach over the last column read a bias there, too."""
-    missing = plan.tiles[1] * plan.config.step_n - bias.shape[0]
-    return jnp.pad(bias, (0, missing)) if missing else bias

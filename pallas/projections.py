@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_ulysses.pallas import config as configs
-from jax_ulysses.pallas.config import GemmConfig
-from jax_ulysses.pallas.gemm_mgpu import ROW_MULTIPLE, Plan, gemm
+from jax_ulysses.pallas.config import ROW_MULTIPLE, GemmConfig
+from jax_ulysses.pallas.gemm import gemm
 from jax_ulysses.pallas.layout import Segment, matrix
+from jax_ulysses.pallas.plan import Plan
 
 
 def project_to_blocks(
