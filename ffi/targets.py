@@ -246,6 +246,7 @@ def psum(
     *,
     group: int,
     axis_name: str | Sequence[str],
+    equal_axes: Sequence[str] = (),
     around: Around | None = None,
 ) -> tuple[jax.Array, ...]:
     """Sums each vector over the ranks, in rank order: the same bits on all of them.
@@ -254,6 +255,7 @@ def psum(
       vectors: arrays of any shapes and of floating point dtypes, none empty.
       group: session of the peer group.
       axis_name: mesh axes of the group, major first: they say which rank this is.
+      equal_axes: further mesh axes over which the results are known to be equal.
       around: applied to the function that makes the call, and nothing else.
 
     Returns:
@@ -264,7 +266,8 @@ def psum(
     results = []
     for vector in vectors:
         kind = jax.typeof(vector)
-        same = kind.mat.update(varying=kind.mat.varying - frozenset(axes))
+        varying = kind.mat.varying.difference(axes, equal_axes)
+        same = kind.mat.update(varying=varying)
         results.append(kind.update(weak_type=False, manual_axis_type=same))
     attributes = dict(
         group=np.int64(group),

@@ -65,11 +65,14 @@ class _Native:
             "around": self._around(),
         }
 
-    def psum(self, axes: tuple[str, ...], vectors: tuple[Array, ...]):
+    def psum(self, axes: tuple[str, ...], vectors: tuple[Array, ...], **types):
         """Sums over the ranks of the group along ``axes``; see ``reductions.psum``."""
-        session = group.find(axes).session
         return _targets().psum(
-            vectors, group=session, axis_name=axes, around=self._around()
+            vectors,
+            group=group.find(axes).session,
+            axis_name=axes,
+            around=self._around(),
+            **types,
         )
 
     def scatter(self, ex: HeadExchange, parts: tuple[Array, ...]):

@@ -110,9 +110,14 @@ def _psum(leaves, axes, via):
     _check_dtypes(leaves, axes)
     # Neither XLA nor a handler need see an array without elements.
     sums = tuple(leaf for leaf in leaves if leaf.size)
-    for names in heaps if sums else ():
-        sums = _over_heap(names, sums)
-    rest = tuple(a for a in axes if not any(a in names for names in heaps))
+    mesh = jax.sharding.get_abstract_mesh()
+    # Axes of one rank have nothing to sum: only the type changes.
+    single = tuple(a for a in axes if mesh.shape[a] == 1)
+    for i, names in enumerate(heaps if sums else ()):
+        sums = _over_heap((names, () if i else single), sums)
+    rest = tuple(
+        a for a in axes if a not in single and not any(a in names for names in heaps)
+    )
     if rest:
         sums = lax.psum(sums, rest)
     remaining = iter(sums)
@@ -140,10 +145,12 @@ def _check_dtypes(leaves, axes) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_heap(axes: tuple[str, ...], vectors: tuple[Array, ...]) -> tuple[Array, ...]:
+def _over_heap(
+    axes: tuple[tuple[str, ...], ...], vectors: tuple[Array, ...]
+) -> tuple[Array, ...]:
     backend = {"cuda": native.cuda, "cpu": native.host}[sharding.platform()]
     with jax.named_scope("ulysses/psum"):
-        return tuple(backend.psum(axes, vectors))
+        return tuple(backend.psum(axes[0], vectors, equal_axes=axes[1]))
 
 
 def _over_heap_fwd(axes, vectors):
@@ -152,7 +159,8 @@ def _over_heap_fwd(axes, vectors):
 
 def _over_heap_bwd(axes, _, cotangents):
     # Equal on all ranks, as the sum is: each rank's own term gets it as it stands.
-    return (tuple(sharding.vary_like(ct, axes) for ct in cotangents),)
+    group_axes, single = axes
+    return (tuple(sharding.vary_like(ct, group_axes + single) for ct in cotangents),)
 
 
 _over_heap.defvjp(_over_heap_fwd, _over_heap_bwd)

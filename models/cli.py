@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from jax_ulysses import TokenOrder, available_implementations
+from jax_ulysses.config import REDUCTIONS
 
 from .checkpoints import has_checkpoint
 from .config import ConfigError, TrainConfig, check
@@ -53,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--preset", help=f"model size: {', '.join(preset_names())} (tiny)")
-    add("--dp", type=int, help="data-parallel ranks (2)")
-    add("--cp", type=int, help="context-parallel ranks (4)")
+    add("--dp", type=int, help="data-parallel ranks (2; of several processes, 1)")
+    add("--cp", type=int, help="context-parallel ranks (4, or all processes)")
     add("--seq-len", type=int, help="tokens in a sequence (from the preset)")
     add("--batch", type=int, help="sequences in a global batch (from the preset)")
     add("--steps", type=int, help="optimizer steps of the run (from the preset)")
@@ -72,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=[order.value for order in TokenOrder],
         help="which tokens a rank holds (contiguous)",
     )
+    add("--reductions", choices=REDUCTIONS, help="who sums gradients (auto)")
     add("--checkpoint-every", type=int, metavar="STEPS", help="(50)")
     add(
         "--out",
@@ -89,10 +91,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str] | None) -> Options:
+def parse(argv: list[str] | None, processes: int = 1) -> Options:
     """Reads and checks the command line.
 
     When resuming, what is not given is as it was. Otherwise the preset decides.
+
+    Args:
+      argv: Arguments; None for those of the process.
+      processes: How many processes train together.
 
     Raises:
       ConfigError: If the run cannot start as asked.
@@ -119,8 +125,8 @@ def parse(argv: list[str] | None) -> Options:
         base = TrainConfig(
             preset=name,
             model=preset.model,
-            dp=2,
-            cp=4,
+            dp=2 if processes == 1 else 1,
+            cp=4 if processes == 1 else processes,
             seq_len=preset.seq_len,
             batch=preset.batch,
             steps=preset.steps,
@@ -152,7 +158,7 @@ def _new_folder(preset: str) -> pathlib.Path:
 
 
 def provide_virtual_devices(count: int) -> None:
-    """Makes the CPU backend show at least `count` devices.
+    """Makes the CPU backend of this process show at least `count` devices.
 
     It must run before JAX starts its backends, and has no effect on GPUs.
     """

@@ -33,6 +33,7 @@ class TrainConfig:
       token_order: Order of the tokens along the sequence.
       implementation: Passed to the operators; None takes the best that can.
       checkpoint_every: Steps between checkpoints.
+      reductions: How gradients are summed over ranks: "auto", "xla" or "heap".
       data: Path of the text; None takes Python's standard library.
       fingerprint: What `Corpus.fingerprint` says of that text.
     """
@@ -50,6 +51,7 @@ class TrainConfig:
     token_order: TokenOrder
     implementation: ImplementationName | None
     checkpoint_every: int
+    reductions: str = "auto"
     data: str | None = None
     fingerprint: str = ""
 

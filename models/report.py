@@ -22,13 +22,16 @@ class Metrics:
     """The records of a run, kept in memory and in a file of JSON lines.
 
     Args:
-      path: The file. Records before `first_step` stay; later ones are dropped, for a
-        resumed run does those steps again.
+      path: The file, or None to keep them in memory only. Records before `first_step`
+        stay; later ones are dropped, for a resumed run does those steps again.
       first_step: Index of the first step of this run.
     """
 
-    def __init__(self, path: pathlib.Path, first_step: int):
+    def __init__(self, path: pathlib.Path | None, first_step: int):
         self.records: list[StepRecord] = []
+        self._file = None
+        if path is None:
+            return
         if first_step and path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 record = StepRecord(**json.loads(line))
@@ -44,12 +47,15 @@ class Metrics:
         self._write(record)
 
     def _write(self, record: StepRecord) -> None:
+        if self._file is None:
+            return
         self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def tokens_per_s(records: Sequence[StepRecord], tokens_per_step: int) -> float | None:

@@ -2,7 +2,8 @@
 """Trains a byte-level transformer with context parallelism, and checks the result.
 
 ``python -m jax_ulysses.models.train --help`` lists the options. The last line on
-standard output is a summary in JSON; everything else goes to standard error.
+standard output is a summary in JSON; everything else goes to standard error. Under
+``python -m jax_ulysses.launch`` or in a SLURM step all processes train together.
 """
 
 import dataclasses
@@ -18,12 +19,15 @@ from typing import Any
 import jax
 
 import jax_ulysses
+from jax_ulysses import launch
+from jax_ulysses.report import describe
 
 from .checkpoints import Checkpoints
 from .cli import Options, parse, provide_virtual_devices
 from .config import ConfigError, check_resumable
 from .data import load_corpus
 from .parity import compare
+from .processes import Processes
 from .report import Metrics, Progress, plot_loss, say, tokens_per_s
 from .trainer import StepRecord, Trainer
 
@@ -56,7 +60,9 @@ class _Interrupt:
         os.write(2, b"\nstopping after this step; once more quits at once\n")
 
 
-def _prepare(options: Options) -> tuple[Options, Trainer, Checkpoints]:
+def _prepare(
+    options: Options, processes: Processes
+) -> tuple[Options, Trainer, Checkpoints]:
     """Loads the text, builds and compiles the trainer, opens the checkpoints."""
     config = options.config
     path = None if config.data is None else pathlib.Path(config.data).expanduser()
@@ -68,11 +74,9 @@ def _prepare(options: Options) -> tuple[Options, Trainer, Checkpoints]:
     config = dataclasses.replace(config, fingerprint=corpus.fingerprint)
     if options.saved is not None:
         check_resumable(options.saved, config)
-    provide_virtual_devices(config.dp * config.cp)
+    provide_virtual_devices(-(-config.dp * config.cp // processes.count))
     trainer = Trainer(config, corpus)
-    on_cpu = jax.default_backend() == "cpu"
-    if config.implementation in _NEED_PEERS or not (config.implementation or on_cpu):
-        jax_ulysses.initialize(trainer.mesh, axis_name="cp")
+    groups = _initialize(trainer)
     start = time.perf_counter()
     try:
         trainer.compile()
@@ -84,37 +88,53 @@ def _prepare(options: Options) -> tuple[Options, Trainer, Checkpoints]:
         f"mesh: dp {config.dp} x cp {config.cp} on {jax.devices()[0].platform}; "
         f"compiled in {time.perf_counter() - start:.1f} s"
     )
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "config.json").write_text(config.to_json(), encoding="utf-8")
-    return (
-        dataclasses.replace(options, config=config),
-        trainer,
-        Checkpoints(options.checkpoints),
-    )
+    for report in groups:
+        say(describe(report))
+    checkpoints = Checkpoints(options.checkpoints, processes)
+    if processes.main:
+        # Every process has read the old one: it was here when the folder was made.
+        (options.out / "config.json").write_text(config.to_json(), encoding="utf-8")
+    return dataclasses.replace(options, config=config), trainer, checkpoints
 
 
-def _train(options: Options, interrupt: _Interrupt) -> int:
+def _initialize(trainer: Trainer) -> list[jax_ulysses.GroupReport]:
+    """Makes the peer groups that the run needs."""
+    config = trainer.config
+    on_cpu = jax.default_backend() == "cpu"
+    heap = config.reductions == "heap"
+    fused = config.implementation in _NEED_PEERS
+    if not (fused or heap or not (config.implementation or on_cpu)):
+        return []
+    reports = [jax_ulysses.initialize(trainer.mesh, axis_name="cp")]
+    # Where ranks share a GPU, nobody else can sum over the data-parallel ranks.
+    if config.dp > 1 and (heap or reports[0].ranks_per_device > 1):
+        reports.append(jax_ulysses.initialize(trainer.mesh, axis_name="dp"))
+    return reports
+
+
+def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int:
     began = time.perf_counter()
-    options, trainer, checkpoints = _prepare(options)
+    options, trainer, checkpoints = _prepare(options, processes)
     config = options.config
     first_step = 0
     if options.saved is None:
         state = trainer.init_state()
     else:
         first_step = checkpoints.latest() or 0
-        state = checkpoints.restore(first_step, trainer.abstract_state())
+        state = checkpoints.restore(first_step, trainer)
         say(f"resumed after step {first_step} from {options.out}")
     start_state = jax.device_get(state) if options.parity else None
-    metrics = Metrics(options.out / "metrics.jsonl", first_step)
+    file = options.out / "metrics.jsonl" if processes.main else None
+    metrics = Metrics(file, first_step)
     tokens_per_step = config.batch * config.seq_len
 
     def on_step(record: StepRecord, state) -> bool:
         metrics.add(record)
         progress.update(record)
         done = record.step + 1
-        if done % config.checkpoint_every == 0 or interrupt.requested:
+        if done % config.checkpoint_every == 0:
             checkpoints.save(done, state)
-        return interrupt.requested
+        return processes.stop_now(record.step, interrupt.requested)
 
     with Progress("training", config.steps, tokens_per_step) as progress:
         state = trainer.run(state, first_step, on_step)
@@ -123,25 +143,29 @@ def _train(options: Options, interrupt: _Interrupt) -> int:
     checkpoints.save(done, state)
     checkpoints.close()
     if done < config.steps:
-        _say_how_to_resume(options, done)
+        if processes.main:
+            _say_how_to_resume(options, done)
         return _EXIT_INTERRUPTED
     valid_loss = trainer.validate(state["params"])
+    final = jax.device_get(state["params"]) if options.parity else None
+    # What follows one process does alone, with XLA.
+    jax_ulysses.finalize()
+    if not processes.main:
+        return 0
     plot_loss(
         options.out / "loss.png",
         metrics.records,
         f"{config.preset}, dp {config.dp} x cp {config.cp}",
         valid_loss,
     )
-    mine = metrics.records[first_step:]
+    mine = [r for r in metrics.records if r.step >= first_step]
     summary = _summary(options, trainer, metrics.records, state) | {
         "valid_loss": round(valid_loss, 4),
         "tokens_per_s": _rounded(tokens_per_s(mine, tokens_per_step)),
         "parity": None,
     }
     if options.parity and mine and not interrupt.requested:
-        # The implementation that defines correctness, whatever the first run took.
-        plain = dataclasses.replace(config, cp=1, implementation="xla")
-        reference = Trainer(plain, trainer.corpus)
+        reference = _reference(trainer, processes)
         with Progress("parity, cp 1", config.steps, tokens_per_step) as progress:
 
             def on_reference_step(record: StepRecord) -> bool:
@@ -149,11 +173,25 @@ def _train(options: Options, interrupt: _Interrupt) -> int:
                 return interrupt.requested
 
             summary["parity"] = compare(
-                reference, start_state, mine, state["params"], on_reference_step
+                reference, start_state, mine, final, on_reference_step
             )
     summary["wall_s"] = round(time.perf_counter() - began, 1)
     print(json.dumps(summary), flush=True)
     return _EXIT_INTERRUPTED if interrupt.requested else 0
+
+
+def _reference(trainer: Trainer, processes: Processes) -> Trainer:
+    """The same run with cp = 1, by the implementation that defines correctness."""
+    plain = dataclasses.replace(
+        trainer.config,
+        cp=1,
+        # Of several processes one goes on alone, with its own devices.
+        dp=trainer.config.dp if processes.count == 1 else 1,
+        implementation="xla",
+        reductions="xla",
+    )
+    devices = None if processes.count == 1 else jax.local_devices()
+    return Trainer(plain, trainer.corpus, devices)
 
 
 def _summary(
@@ -169,6 +207,7 @@ def _summary(
         "mesh": dict(trainer.mesh.shape),
         "token_order": config.token_order.value,
         "dtype": config.dtype,
+        "processes": jax.process_count(),
         "implementation": jax_ulysses.taken_implementations(),
         "steps": config.steps,
         "first_loss": round(first, 4),
@@ -193,10 +232,11 @@ def _say_how_to_resume(options: Options, done: int) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
     try:
-        options = parse(argv)
+        processes = Processes(*launch.join())
+        options = parse(argv, processes.count)
         with _Interrupt() as interrupt:
             try:
-                return _train(options, interrupt)
+                return _train(options, interrupt, processes)
             finally:
                 jax_ulysses.finalize()
     except ConfigError as error:

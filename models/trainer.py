@@ -2,9 +2,8 @@
 """One compiled training step on a (dp, cp) mesh, and the loop around it."""
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ulysses
+from jax_ulysses.reductions import heap_axes
 
 from . import data
-from .config import ConfigError, TrainConfig
+from .config import TrainConfig
+from .optimizer import make_optimizer
+from .placement import AXES, make_mesh, put, zigzag_order
 from .transformer import Transformer, next_token_loss
 
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
-_WARM_UP_STEPS = 20
+_TOKENS = PartitionSpec(*AXES)
 _VALID_BATCHES = 4
 
 
@@ -42,67 +44,28 @@ class StepRecord:
     seconds: float
 
 
-def make_mesh(dp: int, cp: int) -> Mesh:
-    """Returns a (dp, cp) mesh over the first devices, with Explicit axes.
-
-    Explicit axes put every array's layout into its type: an activation that is not
-    sharded over cp by mistake is an error while tracing and not a silent all-gather.
-    `UlyssesAttention` makes the axes manual for its own part.
-
-    Raises:
-      ConfigError: If there are fewer devices than dp * cp.
-    """
-    devices = jax.devices()
-    if len(devices) < dp * cp:
-        platform = devices[0].platform
-        hint = "" if platform == "cpu" else "; JAX_PLATFORMS=cpu takes virtual ones"
-        raise ConfigError(
-            f"dp {dp} x cp {cp} needs {dp * cp} devices, there are {len(devices)} "
-            f"of platform {platform}{hint}"
-        )
-    return jax.make_mesh((dp, cp), ("dp", "cp"), devices=devices[: dp * cp])
-
-
-def _optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.lr,
-        warmup_steps=min(_WARM_UP_STEPS, config.steps // 4),
-        decay_steps=config.steps,
-        end_value=0.1 * config.lr,
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=_decayed),
-    )
-
-
-def _decayed(params) -> Any:
-    """Marks matrices for weight decay; norm scales and biases keep their size."""
-
-    def is_matrix(path, _) -> bool:
-        names = jax.tree_util.keystr(path)
-        return not any(name in names for name in ("scale", "bias", "sink"))
-
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
-
-
 class Trainer:
     """A model, its optimizer and its compiled step on one mesh.
 
     Args:
       config: The run's settings.
       corpus: The text.
+      devices: Where to run; None takes the devices of all processes.
 
     Raises:
       ConfigError: If the mesh needs more devices than there are.
     """
 
-    def __init__(self, config: TrainConfig, corpus: data.Corpus):
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: data.Corpus,
+        devices: Sequence[jax.Device] | None = None,
+    ):
         self.config = config
         self.corpus = corpus
-        self.mesh = make_mesh(config.dp, config.cp)
-        self._optimizer = _optimizer(config)
+        self.mesh = make_mesh(config.dp, config.cp, devices)
+        self._optimizer = make_optimizer(config)
         self._compiled: Any = None
         with jax.set_mesh(self.mesh):
             self._graph = nnx.graphdef(nnx.eval_shape(self._model))
@@ -138,26 +101,69 @@ class Trainer:
 
     def put_state(self, host_state) -> dict[str, Any]:
         """Returns a copy, on this mesh, of a state of NumPy arrays."""
-        replicated = NamedSharding(self.mesh, PartitionSpec())
+        placed = put(host_state, NamedSharding(self.mesh, PartitionSpec()))
         # A copy by JAX: the step donates its state, and NumPy's memory is not ours.
-        put = jax.device_put(host_state, replicated)
-        return jax.tree.map(lambda array: array.copy(), put)
+        return jax.tree.map(lambda array: array.copy(), placed)
 
     def put_batch(self, tokens: np.ndarray, targets: np.ndarray):
         """Returns a batch as [B over dp, S over cp], in the run's token order."""
         if self.config.token_order is jax_ulysses.TokenOrder.ZIGZAG:
-            order = _zigzag_order(tokens.shape[1], self.config.cp)
+            order = zigzag_order(tokens.shape[1], self.config.cp)
             # Targets move with their tokens; positions follow in the attention.
             tokens, targets = tokens[:, order], targets[:, order]
-        sharded = NamedSharding(self.mesh, PartitionSpec("dp", "cp"))
-        return jax.device_put((tokens, targets), sharded)
+        return put((tokens, targets), NamedSharding(self.mesh, _TOKENS))
 
     def loss(self, params, tokens, targets) -> jax.Array:
         """Returns the mean loss of a global batch; differentiable."""
         return next_token_loss(nnx.merge(self._graph, params)(tokens), targets)
 
+    def _heap_sums(self) -> bool:
+        """Whether the heap of a peer group sums losses and gradients, not XLA."""
+        return bool(heap_axes(AXES, self.config.reductions))
+
+    def _whole_loss(self, params, tokens, targets):
+        """The loss of a global batch, however it is summed."""
+        if not self._heap_sums():
+            return self.loss(params, tokens, targets)
+        return self._on_each_rank(self._own_loss)(params, tokens, targets)
+
+    def _loss_and_grads(self, params, tokens, targets):
+        """The loss of a global batch and its gradients, both summed over all ranks."""
+        if not self._heap_sums():
+            return jax.value_and_grad(self.loss)(params, tokens, targets)
+        return self._on_each_rank(jax.value_and_grad(self._own_loss))(
+            params, tokens, targets
+        )
+
+    def _own_loss(self, params, tokens, targets):
+        """A rank's share of the loss: ranks hold equally many tokens."""
+        return self.loss(params, tokens, targets) / self.mesh.size
+
+    def _on_each_rank(self, function):
+        """`function` on the shards of a batch, its results summed by one call.
+
+        Left to itself JAX makes a sum for each parameter, and XLA one of its
+        collectives out of it, which cannot be where ranks share a GPU.
+        """
+
+        def local(params, tokens, targets):
+            # Typed as different on each rank: nothing inside is summed over ranks.
+            params = jax.tree.map(
+                lambda p: jax.lax.pcast(p, AXES, to="varying"), params
+            )
+            return jax_ulysses.psum(
+                function(params, tokens, targets), AXES, via=self.config.reductions
+            )
+
+        return jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(), _TOKENS, _TOKENS),
+            out_specs=PartitionSpec(),
+        )
+
     def _step(self, state, tokens, targets):
-        loss, grads = jax.value_and_grad(self.loss)(state["params"], tokens, targets)
+        loss, grads = self._loss_and_grads(state["params"], tokens, targets)
         updates, opt_state = self._optimizer.update(
             grads, state["opt_state"], state["params"]
         )
@@ -219,7 +225,7 @@ class Trainer:
         """Returns the mean loss, in nats per token, on held-out text."""
         config = self.config
         with jax.set_mesh(self.mesh):
-            loss = jax.jit(self.loss)
+            loss = jax.jit(self._whole_loss)
             losses = [
                 loss(
                     params,
@@ -235,10 +241,3 @@ class Trainer:
                 for index in range(_VALID_BATCHES)
             ]
             return float(np.mean(jax.device_get(losses)))
-
-
-@functools.cache
-def _zigzag_order(seq_len: int, num_ranks: int) -> np.ndarray:
-    """Returns which token of the plain sequence stands at each place."""
-    plain = jnp.arange(seq_len)
-    return np.asarray(jax_ulysses.to_zigzag(plain, num_ranks, axis=0))

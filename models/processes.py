@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes that train together: which one writes, and when all of them stop."""
+
+from typing import Any
+
+from jax._src import distributed
+
+# A checkpoint of a large model on a slow disk.
+_WAIT_S = 1800
+_STOP_KEY = "jax_ulysses/models/stop_after"
+
+
+class Processes:
+    """One process of a run, or the only one.
+
+    Args:
+      index: Of this process.
+      count: Of all.
+    """
+
+    def __init__(self, index: int = 0, count: int = 1):
+        self.index = index
+        self.count = count
+        self._stop_after: int | None = None
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the one that writes files and speaks to the user."""
+        return self.index == 0
+
+    def _client(self) -> Any:
+        return distributed.global_state.client
+
+    def wait(self, name: str) -> None:
+        """Waits until every process is here. A name is used once."""
+        if self.count > 1:
+            self._client().wait_at_barrier(f"jax_ulysses/models/{name}", _WAIT_S * 1000)
+
+    def stop_now(self, step: int, requested: bool) -> bool:
+        """Whether to stop after `step`; the same answer in every process.
+
+        Each process asks after each step. The first process decides: who stopped by
+        itself would leave the others waiting in the next exchange. It announces the
+        step after this one. No process can end that step before the first one has
+        begun it, so each finds the announcement when it asks again.
+
+        Args:
+          step: The step that has just ended.
+          requested: Whether this process was asked to stop.
+        """
+        if self.count == 1:
+            self._stop_after = step if requested else None
+        elif self._stop_after is None:
+            if self.main and requested:
+                self._stop_after = step + 1
+                self._client().key_value_set(_STOP_KEY, str(step + 1))
+            elif not self.main:
+                self._stop_after = self._announced()
+        return self._stop_after is not None and step >= self._stop_after
+
+    def _announced(self) -> int | None:
+        try:
+            return int(self._client().key_value_try_get(_STOP_KEY))
+        except Exception as error:  # The client's own type; NOT_FOUND is the usual.
+            if "NOT_FOUND" not in str(error):
+                raise
+            return None
