@@ -127,11 +127,6 @@ Status CheckCall(const A2aGemmCall& call, int32_t /*tile_rows*/, int32_t /*tile_
   Status status = CheckShapes(call, call.width, "D");
   if (!status.ok()) return status;
   const Geometry g = GeometryOf(call);
-  for (int seg = 0; seg < g.num_segments; ++seg) {
-    if (call.gathered != nullptr && g.replicated(seg)) {
-      return Unsupported("the gathered operand of replicated heads is not built by this kernel");
-    }
-  }
   status = CheckHeap(call.info.layout, call.exchange.num_ranks, SlotBytes(call),
                      CeilDiv(g.rows, kPieceRows));
   if (!status.ok()) return status;

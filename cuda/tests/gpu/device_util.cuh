@@ -123,10 +123,11 @@ __device__ inline int64_t HeadRow(const HeadExchange& ex, int64_t rank, int64_t 
   return m / T * T * ex.num_ranks + ex.tokens().GlobalRow(rank, m % T);
 }
 
-// g [rows, C] of `rank` from everybody's head shards; replicas summed.
+// g [rows, C] of `rank` from everybody's head shards; replicas summed in rank order and, if
+// `round`, rounded once.
 template <class T>
 __global__ void NaiveGather(HeadExchange ex, int64_t rows, int64_t rank, PartTable parts,
-                            float* g) {
+                            bool round, float* g) {
   const int64_t columns = ex.fused_columns();
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < rows * columns;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -139,7 +140,7 @@ __global__ void NaiveGather(HeadExchange ex, int64_t rows, int64_t rank, PartTab
           parts.part[owner.first_rank + r][owner.segment])[row * ex.segment_columns(owner.segment) +
                                                            column]);
     }
-    g[i] = sum;
+    g[i] = round ? static_cast<float>(T(sum)) : sum;
   }
 }
 

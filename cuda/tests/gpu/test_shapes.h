@@ -51,8 +51,11 @@ inline std::vector<Shape> A2aGemmShapes() {
     add(p, 3, 6, {16}, 64, 64, true);
     add(p, 1, 1, {8}, 128, 128);
   }
-  add(8, 1, 512, {16, 4, 4}, 128, 1024);  // replicas: more K blocks over the same rows of w
-  add(4, 2, 150, {8, 2, 2}, 64, 320, true, true);
+  // Replicas: more K blocks over the same rows of w, and sums in the gathered operand.
+  add(8, 1, 512, {16, 4, 4}, 128, 1024);
+  add(8, 1, 512, {16, 4, 4}, 128, 1024, false, false, true);
+  add(4, 2, 150, {8, 2, 2}, 64, 320, true, true, true);
+  add(8, 2, 256, {8, 1, 2}, 96, 256, true, false, true);
   add(4, 1, 2048, {32}, 128, 4096);
   return shapes;
 }

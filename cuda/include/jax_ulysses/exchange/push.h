@@ -156,7 +156,8 @@ JU_D void PublishPieces(const PushArgs& args, Protocol& protocol, HandOff<kTest>
   }
 }
 
-// Copies what has arrived, and the own block, into the gathered operand [rows, C].
+// Copies what has arrived, and the own block, into the gathered operand [rows, C]. Segments of
+// which ranks share blocks are left to SumGathered.
 template <bool kTest, class Protocol>
 class GatherWork {
  public:
@@ -172,9 +173,10 @@ class GatherWork {
 
   JU_D bool Next(Strip& strip) {
     const Geometry& g = args_.geometry;
-    if (row_ == end_) {
+    while (row_ == end_) {
       row_ = begin_;
       if (++seg_ >= g.num_segments && !NextItem()) return false;
+      if (g.replicated(seg_)) row_ = end_;
     }
     const int32_t row_bytes = g.columns[seg_] * args_.element_bytes;
     int32_t rows = end_ - row_;

@@ -13,6 +13,7 @@
 #define JAX_ULYSSES_GEMM_A2A_GEMM_H_
 
 #include "jax_ulysses/exchange/push.h"
+#include "jax_ulysses/exchange/sum_gathered.h"
 #include "jax_ulysses/gemm/cta.h"
 
 namespace jax_ulysses {
@@ -161,6 +162,8 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       if (push.gathered != nullptr) {
         GatherWork<C::kTest, Protocol> gather(push, protocol, call.hooks, cta, call.ctas);
         ring.Run(gather);
+        SumGathered<C::kTest, cute::is_same_v<typename C::Element, cutlass::half_t>>(
+            push, protocol, call.hooks, cta, call.ctas);
       }
     } else if (run && call.communicate && role == WarpRole::kPublisher && pushes) {
       Protocol protocol(call.info);
