@@ -4,7 +4,6 @@
 Both run the same targets with the same attributes; only the platform differs.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from jax.experimental.compute_on import compute_on
 from jax_ulysses import group
 from jax_ulysses._typing import Array
 from jax_ulysses.config import config
-from jax_ulysses.reference import join_segments, project
 from jax_ulysses.spec import GEMM_DTYPES, HeadExchange, Request, TokenOrder
 
 
@@ -125,38 +123,7 @@ class _Native:
 class _Cuda(_Native):
     """The fused kernels. They take all of a GPU and wait for other GPUs."""
 
-    def a2a_gemm(
-        self,
-        ex: HeadExchange,
-        parts,
-        w,
-        bias,
-        *,
-        w_transposed: bool,
-        want_gathered: bool = True,
-    ):
-        """See ``reference.a2a_gemm``.
-
-        The kernel cannot write a gathered operand in which copies of a head are
-        summed. Then the exchange kernel sums them, and XLA multiplies.
-        """
-        if not _sums_copies(ex, want_gathered):
-            return super().a2a_gemm(
-                ex,
-                parts,
-                w,
-                bias,
-                w_transposed=w_transposed,
-                want_gathered=want_gathered,
-            )
-        gathered = join_segments(self.gather(ex, parts, sum_replicas=True))
-        return project(gathered, w, bias, w_transposed=w_transposed), gathered
-
     def _refusal(self, request: Request, found: group.Group) -> str | None:
-        if request.dataflow == "a2a_gemm" and _sums_copies(
-            request.exchange, request.want_gathered
-        ):
-            request = dataclasses.replace(request, dataflow="gather")
         # Asked of the code that will launch the call, so that the two cannot differ.
         reason = _targets().can_implement(
             slot_bytes=found.plan.slot_bytes,
@@ -175,10 +142,6 @@ class _Cuda(_Native):
             compute_type="gpu_stream:collective",
             out_memory_spaces=jax.memory.Space.Device,
         )
-
-
-def _sums_copies(ex: HeadExchange, want_gathered: bool) -> bool:
-    return want_gathered and any(copies > 1 for copies in ex.replicas)
 
 
 def description(request: Request) -> dict[str, Any]:
