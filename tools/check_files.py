@@ -26,7 +26,6 @@ LONG_FILES: dict[str, str] = {
     "cuda/include/jax_ulysses/gemm/cta.h": "one CTA's roles, which share its barriers",
     "cuda/kernels/launch.cc": "checks and launch of each entry, side by side",
     "cuda/tests/gpu/exchange_test.cu": "cases over one fixture",
-    "cuda/tests/gpu/fixture.cuh": "one fixture for every GPU test",
     "cuda/tests/operators_test.cc": "cases of one operator set over one fixture",
     "cuda/tests/world.h": "one simulated world with its faults and delays",
     "tests/ffi/test_groups.py": "cases over one fixture",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the plain exchange and of psum: half of the warps send, half receive. Each warp has a
-// ring of its own.
+// Kernels of the plain exchange and of psum: half of the warps send, half receive, each with a ring
+// of its own; one more publishes and checks the entries, without waiting for any data.
 #ifndef JAX_ULYSSES_KERNELS_SM90_EXCHANGE_CUH_
 #define JAX_ULYSSES_KERNELS_SM90_EXCHANGE_CUH_
 
@@ -11,6 +11,7 @@
 namespace jax_ulysses {
 
 inline constexpr int kExchangeWarps = 8;
+inline constexpr int kExchangeThreads = (kExchangeWarps + 1) * 32;
 
 struct ExchangeParams {
   RankCall call;
@@ -35,7 +36,7 @@ JU_D void Send(const ExchangeParams& p, Protocol& protocol,
   if (p.args.bulk) {
     ring.Run(push);
   } else {
-    CopyPlain(push);
+    CopyPlain<kTest>(push, p.call.hooks);
   }
 }
 template <bool kTest, class Protocol>
@@ -45,7 +46,7 @@ JU_D void Receive(const ExchangeParams& p, Protocol& protocol,
   if (p.args.bulk) {
     ring.Run(copy);
   } else {
-    CopyPlain(copy);
+    CopyPlain<kTest>(copy, p.call.hooks);
   }
   if (p.args.sum_replicas != SumType::kNone) {
     SumReplicas<kTest>(p.args, protocol, p.call.hooks, worker, workers);
@@ -58,13 +59,13 @@ JU_D void Send(const PsumParams& p, Protocol& protocol, typename ExchangeShared<
   if (p.args.bulk) {
     ring.Run(push);
   } else {
-    CopyPlain(push);
+    CopyPlain<kTest>(push, p.call.hooks);
   }
 }
 template <bool kTest, class Protocol>
 JU_D void Receive(const PsumParams& p, Protocol& protocol, typename ExchangeShared<kTest>::Ring&,
                   int32_t worker, int32_t workers) {
-  PsumAdd(p.args, protocol, worker, workers);
+  PsumAdd<kTest>(p.args, protocol, p.call.hooks, worker, workers);
 }
 
 template <bool kTest, class Params>
@@ -75,36 +76,38 @@ JU_D void ExchangeRank(const Params& p, int32_t cta, char* shared_bytes) {
   }
   const int warp = static_cast<int>(threadIdx.x / 32);
   BeginRank<kTest>(p.call, shared.rank);
-  if (threadIdx.x % 32 == 0) {
+  if (threadIdx.x % 32 == 0 && warp < kExchangeWarps) {
     ExchangeShared<kTest>::Ring::Init(shared.rings[warp]);
     ptx::BarrierInitFence();
   }
   __syncthreads();
-  if (!shared.rank.aborted) {
+  const bool run = !shared.rank.aborted;
+  if (run && warp == kExchangeWarps) {
+    if (cta == 0) CheckEntries<kTest>(p.call);
+  } else if (run) {
     KernelProtocol<kTest> protocol(p.call.info);
     typename ExchangeShared<kTest>::Ring ring(shared.rings[warp], p.call.hooks);
     // Consecutive pieces go to different CTAs, which spreads them over the memory system.
     const int32_t worker = warp / 2 * p.call.ctas + cta;
     const int32_t workers = kExchangeWarps / 2 * p.call.ctas;
-    if (warp % 2 == 0) {
-      if (WaitSlotFreeWarp(protocol)) Send<kTest>(p, protocol, ring, worker, workers);
-    } else {
+    if (warp % 2 == 1) {
       Receive<kTest>(p, protocol, ring, worker, workers);
-      if (cta == 0 && warp == 1) CheckEntries<kTest>(p.call);
+    } else if (WaitSlotFreeWarp(protocol)) {
+      Send<kTest>(p, protocol, ring, worker, workers);
     }
   }
   EndRank<kTest>(p.call, shared.rank);
 }
 
 template <bool kTest, class Params>
-__global__ void __launch_bounds__(kExchangeWarps * 32, 1)
+__global__ void __launch_bounds__(kExchangeThreads, 1)
     ExchangeRankKernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char shared[];
   ExchangeRank<kTest>(params, static_cast<int32_t>(blockIdx.x), shared);
 }
 
 template <bool kTest, class Params>
-__global__ void __launch_bounds__(kExchangeWarps * 32, 1)
+__global__ void __launch_bounds__(kExchangeThreads, 1)
     ExchangeWorldKernel(const Params* ranks, int32_t ctas) {
   extern __shared__ __align__(128) char shared[];
   __shared__ SharedCopy<Params> params;
@@ -174,7 +177,7 @@ KernelEntry<Call> MakeExchangeEntry(void (*build)(const Call&, const LaunchPlan&
   KernelEntry<Call> entry{};
   entry.shared_bytes = sizeof(ExchangeShared<kTest>);
   entry.params_bytes = sizeof(Params);
-  entry.threads = kExchangeWarps * 32;
+  entry.threads = kExchangeThreads;
   entry.rank_kernel = reinterpret_cast<const void*>(&ExchangeRankKernel<kTest, Params>);
   if constexpr (kTest) {
     entry.world_kernel = reinterpret_cast<const void*>(&ExchangeWorldKernel<kTest, Params>);

@@ -1,25 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exchange and psum on rig B, bit by bit against the host. Usage: exchange_test check|stress
-// [count]. One line a case; exit code 1 if any fails.
-#include <cmath>
-#include <cstring>
-#include <random>
-
-#include "world.cuh"
+// Exchange and psum on rig B, bit by bit against the host. Usage: exchange_test
+// check|stress|faults|negative|small [count]. One line a case; exit code 1 if any fails.
+#include "controls.cuh"
+#include "exchange_fixture.cuh"
+#include "test_entries.h"
 
 namespace jax_ulysses {
-KernelEntry<ExchangeCall> TestExchangeEntry();
-KernelEntry<PsumCall> TestPsumEntry();
-
 namespace testing {
 namespace {
-
-int g_failures = 0;
-void Line(bool ok, const std::string& text) {
-  std::printf("%s %s\n", ok ? "ok  " : "FAIL", text.c_str());
-  std::fflush(stdout);
-  g_failures += !ok;
-}
 
 using Bytes = std::vector<char>;
 
@@ -205,11 +193,10 @@ void Check(const Case& c, int launches) {
     CK(cudaDeviceSynchronize());
     wrong += world.Wrong(i % 2);
   }
-  Line(wrong == 0, std::string(c.gather ? "gather " : "scatter") + " " +
-                       std::to_string(c.element_bytes) + " bytes" +
-                       (c.misalign != 0 ? " misaligned" : "") +
-                       (c.sum != SumType::kNone ? " sum" : "") + " " + c.shape.Text() +
-                       ": wrong heads " + std::to_string(wrong));
+  Line(wrong == 0, c.gather ? "gather " : "scatter",
+       std::string() + " " + std::to_string(c.element_bytes) + " bytes" +
+           (c.misalign != 0 ? " misaligned" : "") + (c.sum != SumType::kNone ? " sum" : "") + " " +
+           c.shape.Text() + ": wrong heads " + std::to_string(wrong));
 }
 
 void CheckPsum(int ranks, SumType type, int64_t count, int launches) {
@@ -255,9 +242,9 @@ void CheckPsum(int ranks, SumType type, int64_t count, int launches) {
       }
     }
   }
-  Line(wrong == 0, "psum P" + std::to_string(ranks) + " type " +
-                       std::to_string(static_cast<int>(type)) + " count " + std::to_string(count) +
-                       ": wrong " + std::to_string(wrong));
+  Line(wrong == 0, "psum",
+       "P" + std::to_string(ranks) + " type " + std::to_string(static_cast<int>(type)) + " count " +
+           std::to_string(count) + ": wrong " + std::to_string(wrong));
 }
 
 Shape Make(int p, int b, int t, std::vector<int> heads, int h, bool zigzag) {
@@ -265,6 +252,32 @@ Shape Make(int p, int b, int t, std::vector<int> heads, int h, bool zigzag) {
   s.ranks = p, s.batch = b, s.tokens = t, s.heads = std::move(heads), s.head_dim = h;
   s.zigzag = zigzag, s.model = 0;
   return s;
+}
+
+// Rows that bulk copies can move, or not.
+Shape ControlShape(bool bulk) {
+  Shape s = StressShape(4, true, false);
+  if (!bulk) s.tokens = 255, s.heads = {12}, s.head_dim = 63, s.model = 255;
+  return s;
+}
+
+std::vector<Variant> ControlVariants(bool bulk) {
+  Shape big = ControlShape(bulk);
+  big.tokens *= 8;
+  return Variants(ControlShape(bulk), big);
+}
+
+void Negative(int launches) {
+  const auto gather = TestExchangeEntry();
+  const auto psum = TestPsumEntry();
+  NegativeControls<ExchangeFixture>(gather, "gather bulk", ControlVariants(true), launches,
+                                    kBulkWriteControls, kBulkReadControls);
+  NegativeControls<ExchangeFixture>(gather, "gather plain", ControlVariants(false), launches,
+                                    kPlainReadControls);
+  NegativeControls<PsumFixture>(psum, "psum bulk", ControlVariants(true), launches,
+                                kBulkWriteControls, kPlainReadControls);
+  NegativeControls<PsumFixture>(psum, "psum plain", ControlVariants(false), launches,
+                                kPlainReadControls);
 }
 
 int Main(int argc, char** argv) {
@@ -293,6 +306,11 @@ int Main(int argc, char** argv) {
         CheckPsum(p, type, 300000, 2);
       }
     }
+  } else if (what == "faults") {
+    Faults<ExchangeFixture>(ControlShape(true), TestExchangeEntry(), "gather");
+    Faults<PsumFixture>(ControlShape(true), TestPsumEntry(), "psum");
+  } else if (what == "negative") {
+    Negative(argc > 2 ? count : 30);
   } else if (what == "small") {  // under compute-sanitizer
     Check({Make(4, 2, 22, {8, 2}, 16, true), 2, true, SumType::kBf16}, 2);
     Check({Make(2, 2, 22, {8, 2}, 16, true), 2, false}, 2);

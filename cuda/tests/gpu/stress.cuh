@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Many launches with changing inputs and delays: the stress tests and the negative controls.
+// Many launches with changing inputs and delays: for the stress tests and the negative controls.
 #ifndef JAX_ULYSSES_TESTS_GPU_STRESS_CUH_
 #define JAX_ULYSSES_TESTS_GPU_STRESS_CUH_
 
@@ -106,85 +106,53 @@ void StressAll(const KernelEntry<typename Fixture::Call>& entry, const char* op,
   }
 }
 
-// Removes one edge at a time under a slow link, late ranks and slow copies. `expected` edges must
-// be caught; the others are printed for the table in docs/kernels.md.
-template <class Fixture>
-void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, int launches) {
-  using Call = typename Fixture::Call;
-  struct Control {
-    const char* name;
-    uint32_t edge;
-    bool expected;
-  };
-  const Control controls[] = {{"none", kEdgeNone, false},
-                              {"tile wait", kEdgeTileWait, true},
-                              {"credit wait", kEdgeCreditWait, false},
-                              {"hand-off", kEdgeHandOff, true},
-                              {"ring", kEdgeRing, false},
-                              {"full wait -> .read", kEdgeBulkComplete, false},
-                              {"proxy fence", kEdgeProxyFence, false},
-                              {"acquire fence", kEdgeAcquire, false},
-                              {"tile release", kEdgeTileRelease, false},
-                              {"done release", kEdgeDoneRelease, false}};
-  for (const Control& control : controls) {
-    int caught = 0, runs = 0;
-    unsigned long long total = 0;
-    for (int seed = 0; seed < 6; ++seed) {
-      Fixture f(StressShape(seed % 2 == 0 ? 4 : 2, Fixture::kPush, seed % 3 == 0), entry);
-      f.deadline_ns = 200000000;
-      if (!MakeReference(f)) Line(false, op, "reference of a negative control");
-      const auto change = [&](Call& call, int rank) {
-        call.hooks.removed_edges = control.edge;
-        call.hooks.ns_per_byte = seed % 2 == 0 ? 0.2f : 0.0f;
-        if (seed == 5 && rank == 0) call.hooks.copy_delay_ns = 3000;
-      };
-      const auto bad = Stress(f, launches, static_cast<unsigned>(seed + 10), 300000, change, false);
-      total += bad;
-      caught += bad != 0;
-      ++runs;
-    }
-    const bool ok = control.edge == kEdgeNone ? caught == 0 : !control.expected || caught > 0;
-    char text[160];
-    std::snprintf(text, sizeof text, "without %-20s caught in %d of %d runs, %llu wrong elements",
-                  control.name, caught, runs, total);
-    Line(ok, op, text);
-  }
-}
-
 // Every rank is a launch of its own, on its own stream: parameters by value, and ranks that drift
 // apart over calls as far as the slots let them.
+template <class Fixture>
+unsigned long long StressStreams(
+    Fixture& f, int launches,
+    const std::function<void(typename Fixture::Call&, int rank, int launch)>& change) {
+  const auto& entry = f.entry();
+  const int ranks = f.shape().ranks;
+  const LaunchPlan plan = PlanFor(ranks, Fixture::kPush);
+  CK(cudaFuncSetAttribute(entry.rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                          entry.shared_bytes));
+  std::vector<cudaStream_t> streams(static_cast<size_t>(ranks));
+  for (auto& stream : streams) CK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  void* params = nullptr;
+  if (posix_memalign(&params, 1024, static_cast<size_t>(entry.params_bytes)) != 0) std::abort();
+  f.TakeBad();
+  CK(cudaDeviceSynchronize());
+  for (int i = 0; i < launches; ++i) {
+    auto calls = f.Calls(i % kSets);
+    for (int r = 0; r < ranks; ++r) {
+      change(calls[r], r, i);
+      entry.build(calls[r], plan, params);
+      void* args[] = {params};
+      CK(cudaLaunchKernel(entry.rank_kernel, dim3(plan.ctas), dim3(entry.threads), args,
+                          static_cast<size_t>(entry.shared_bytes), streams[r]));
+      f.CompareReference(kScales[i % kSets], streams[r], r);
+    }
+  }
+  CK(cudaDeviceSynchronize());
+  for (auto& stream : streams) CK(cudaStreamDestroy(stream));
+  std::free(params);
+  return f.TakeBad();
+}
+
 template <class Fixture>
 void Streams(const KernelEntry<typename Fixture::Call>& entry, const char* op, int launches) {
   for (int ranks : {2, 4, 8}) {
     Fixture f(StressShape(ranks, Fixture::kPush, false), entry);
     const bool good = MakeReference(f);
-    const LaunchPlan plan = PlanFor(ranks, Fixture::kPush);
-    CK(cudaFuncSetAttribute(entry.rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                            entry.shared_bytes));
-    std::vector<cudaStream_t> streams(static_cast<size_t>(ranks));
-    for (auto& stream : streams) CK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    void* params = nullptr;
-    if (posix_memalign(&params, 1024, static_cast<size_t>(entry.params_bytes)) != 0) std::abort();
     std::mt19937 random(5);
-    CK(cudaDeviceSynchronize());
-    for (int i = 0; i < launches; ++i) {
-      auto calls = f.Calls(i % kSets);
-      for (int r = 0; r < ranks; ++r) {
-        calls[r].hooks.start_delay_ns = random() % 3 == 0 ? random() % 100000 : 0;
-        entry.build(calls[r], plan, params);
-        void* args[] = {params};
-        CK(cudaLaunchKernel(entry.rank_kernel, dim3(plan.ctas), dim3(entry.threads), args,
-                            static_cast<size_t>(entry.shared_bytes), streams[r]));
-        f.CompareReference(kScales[i % kSets], streams[r], r);
-      }
-    }
-    CK(cudaDeviceSynchronize());
-    const auto bad = f.TakeBad();
+    const auto bad =
+        StressStreams(f, launches, [&](typename Fixture::Call& call, int /*rank*/, int) {
+          call.hooks.start_delay_ns = random() % 3 == 0 ? random() % 100000 : 0;
+        });
     Line(good && bad == 0, op,
          "one launch a rank, " + f.shape().Text() + ", " + std::to_string(launches) +
              " calls: wrong " + std::to_string(bad));
-    for (auto& stream : streams) CK(cudaStreamDestroy(stream));
-    std::free(params);
   }
 }
 

@@ -19,6 +19,9 @@ namespace jax_ulysses {
 #include JU_TEST_KERNELS
 #undef JU_KERNEL
 
+KernelEntry<ExchangeCall> TestExchangeEntry();
+KernelEntry<PsumCall> TestPsumEntry();
+
 namespace testing {
 
 template <class Call>

@@ -26,6 +26,7 @@ struct Shape {
   bool zigzag = false;
   bool bias = false;
   bool gathered = false;  // a2a_gemm only
+  int slots = 2;          // of a heap
 
   HeadExchange Exchange() const {
     HeadExchange ex;
@@ -50,8 +51,9 @@ struct Shape {
 // The heaps of P ranks on this device.
 class Heaps {
  public:
-  Heaps(int ranks, int64_t slot_bytes) {
+  Heaps(int ranks, int64_t slot_bytes, int slots = 2) {
     layout_.num_ranks = ranks;
+    layout_.num_slots = slots;
     layout_.slot_bytes = slot_bytes;
     for (int r = 0; r < ranks; ++r) {
       UseRank(r);
@@ -85,6 +87,21 @@ class Heaps {
     info.agreement = agreement;
     info.deadline_ns = deadline_ns;
     return info;
+  }
+  // Raises the abort word of every rank from the host, beside what kernels do. No record is left.
+  void RaiseAbort() const {
+    cudaStream_t stream;
+    uint32_t* word;
+    CK(cudaMallocHost(&word, 4));
+    *word = 1;
+    CK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    for (size_t r = 0; r < heaps_.size(); ++r) {
+      CK(cudaMemcpyAsync(peers_.heap[r] + layout_.abort(), word, 4, cudaMemcpyHostToDevice,
+                         stream));
+    }
+    CK(cudaStreamSynchronize(stream));
+    CK(cudaStreamDestroy(stream));
+    CK(cudaFreeHost(word));
   }
   char* Slot(int rank, int slot) const { return peers_.heap[rank] + layout_.slot(slot); }
   uint32_t Word(int rank, int64_t offset) const {

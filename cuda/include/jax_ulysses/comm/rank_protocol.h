@@ -118,15 +118,16 @@ class RankProtocol {
         [&] {
           seen = Mem::LoadRelaxed(word);
           // Equality: the credit keeps a peer from reusing this entry before we are done.
-          return static_cast<uint32_t>(seen >> 32) == epoch_;
+          if (static_cast<uint32_t>(seen >> 32) != epoch_) return false;
+          // Here and not after the loop, where a lane would wait for those lanes of its warp whose
+          // peers have not come yet.
+          if (static_cast<uint32_t>(seen) != call_->agreement) {
+            Raise(FaultKind::kDisagreement, peer, -1, static_cast<uint32_t>(seen));
+          }
+          return true;
         },
         FaultKind::kEntryTimeout, peer, -1);
-    if (!entered) return false;
-    if (static_cast<uint32_t>(seen) != call_->agreement) {
-      Raise(FaultKind::kDisagreement, peer, -1, static_cast<uint32_t>(seen));
-      return false;
-    }
-    return true;
+    return entered && static_cast<uint32_t>(seen) == call_->agreement;
   }
 
   // Edge "tile". Releases: the source, at the destination, after the tile lies complete in the

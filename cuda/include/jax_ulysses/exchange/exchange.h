@@ -129,6 +129,21 @@ class ExchangePush {
   PieceWalk walk_;
 };
 
+// What lies in the own slot where rows [begin, end) of `source` belong.
+template <bool kTest, class Protocol>
+JU_D void TouchPiece(const ExchangeArgs& args, const Protocol& protocol, const TestHooks& hooks,
+                     int32_t source, int32_t begin, int32_t end) {
+  if (!TestHooks::Adversary<kTest>(hooks)) return;
+  const Geometry& g = args.geometry;
+  for (int seg = 0; seg < g.num_segments; ++seg) {
+    const int32_t row_bytes = args.row_bytes(seg);
+    const char* block =
+        protocol.Slot(g.rank) + SourceBlockOffset(g, seg, source, args.element_bytes);
+    TestHooks::Touch<kTest>(hooks, block + static_cast<int64_t>(begin) * row_bytes,
+                            (end - begin) * row_bytes);
+  }
+}
+
 template <bool kTest, class Protocol>
 class ExchangeCopyOut {
  public:
@@ -195,6 +210,7 @@ class ExchangeCopyOut {
     walk_.rank = source;
     in_place_ = source == g.rank && args_.sum_replicas == SumType::kNone;
     if (in_place_) return true;
+    TouchPiece<kTest>(args_, protocol_, hooks_, source, walk_.begin, walk_.end);
     return WaitPiecesWarp<kTest>(protocol_, hooks_, source, walk_.begin, walk_.end);
   }
 
@@ -210,14 +226,23 @@ template <class Unit>
 JU_D void CopyRow(char* dest, const char* source, int32_t bytes) {
   for (int32_t i = static_cast<int32_t>(threadIdx.x % 32); i < bytes / int32_t{sizeof(Unit)};
        i += 32) {
-    reinterpret_cast<Unit*>(dest)[i] = reinterpret_cast<const volatile Unit*>(source)[i];
+    reinterpret_cast<Unit*>(dest)[i] = reinterpret_cast<const Unit*>(source)[i];
   }
 }
 
-template <class Work>
-JU_D void CopyPlain(Work& work) {
+template <bool kTest, class Work>
+JU_D void CopyPlain(Work& work, const TestHooks& hooks) {
   Strip strip;
   while (work.Next(strip)) {
+    const bool first = TestHooks::FlagsFirst<kTest>(hooks);
+    auto signal = [&] {
+      __syncwarp();
+      if (strip.signal != kNoSignal && threadIdx.x % 32 == 0) work.Signal(strip.signal);
+    };
+    if (first) signal();
+    if constexpr (kTest) {
+      if (strip.remote) hooks.Throttle(strip.rows * strip.row_bytes, threadIdx.x % 32 == 0);
+    }
     for (int32_t row = 0; row < strip.rows; ++row) {
       char* dest = strip.dest + static_cast<int64_t>(row) * strip.dest_pitch;
       const char* source = strip.source + static_cast<int64_t>(row) * strip.source_pitch;
@@ -233,15 +258,15 @@ JU_D void CopyPlain(Work& work) {
         CopyRow<uint8_t>(dest, source, strip.row_bytes);
       }
     }
-    __syncwarp();
-    if (strip.signal != kNoSignal && threadIdx.x % 32 == 0) work.Signal(strip.signal);
+    // The release of lane 0 covers the stores of all lanes, which are before the barrier.
+    if (!first) signal();
   }
   __syncwarp();
 }
 
 JU_D float LoadAsFloat(const char* p, int64_t i, SumType type) {
-  if (type == SumType::kF32) return reinterpret_cast<const volatile float*>(p)[i];
-  const uint16_t bits = reinterpret_cast<const volatile uint16_t*>(p)[i];
+  if (type == SumType::kF32) return reinterpret_cast<const float*>(p)[i];
+  const uint16_t bits = reinterpret_cast<const uint16_t*>(p)[i];
   return type == SumType::kBf16 ? __bfloat162float(__ushort_as_bfloat16(bits))
                                 : __half2float(__ushort_as_half(bits));
 }
@@ -269,6 +294,7 @@ JU_D void SumReplicas(const ExchangeArgs& args, Protocol& protocol, const TestHo
       const int32_t begin = i % pieces * kPieceRows;
       const int32_t end = min(begin + kPieceRows, g.rows);
       for (int32_t r = 0; r < copies; ++r) {
+        TouchPiece<kTest>(args, protocol, hooks, first + r, begin, end);
         if (!WaitPiecesWarp<kTest>(protocol, hooks, first + r, begin, end)) return;
       }
       const int32_t columns = g.columns[seg];

@@ -63,20 +63,25 @@ class PsumPush {
   const int32_t stride_;
 };
 
-template <class Protocol>
-JU_D void PsumAdd(const PsumArgs& args, Protocol& protocol, int32_t worker, int32_t workers) {
+template <bool kTest, class Protocol>
+JU_D void PsumAdd(const PsumArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
+                  int32_t workers) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   const int32_t size = args.type == SumType::kF32 ? 4 : 2;
   for (int32_t piece = worker; piece < args.num_pieces(); piece += workers) {
+    const int64_t start = static_cast<int64_t>(piece) * args.piece_bytes;
+    const int64_t stop = start + Min(args.piece_bytes, args.bytes - start);
+    for (int32_t r = 0; r < args.num_ranks; ++r) {
+      TestHooks::Touch<kTest>(hooks, protocol.Slot(args.rank) + r * args.stride() + start,
+                              static_cast<int32_t>(stop - start));
+    }
     bool ok = true;
     for (int32_t r = lane; r < args.num_ranks; r += 32) {
       if (r != args.rank) ok = protocol.WaitTile(r, piece) && ok;
     }
-    if (!__all_sync(~0u, ok)) return;
-    const int64_t begin = static_cast<int64_t>(piece) * args.piece_bytes / size;
-    const int64_t stop = static_cast<int64_t>(piece + 1) * args.piece_bytes;
-    const int64_t end = (stop < args.bytes ? stop : args.bytes) / size;
-    for (int64_t i = begin + lane; i < end; i += 32) {
+    if (!AllLanes(ok)) return;
+    TestHooks::DelayRead<kTest>(hooks);
+    for (int64_t i = start / size + lane; i < stop / size; i += 32) {
       float sum = 0;
       for (int32_t r = 0; r < args.num_ranks; ++r) {
         const char* vector =

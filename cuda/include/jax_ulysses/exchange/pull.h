@@ -210,8 +210,9 @@ class PullWork {
       const int32_t flag = row_ / order.tile_rows * order.all_col_blocks + i;
       ok = protocol_.WaitTile(source_, flag) && ok;
     }
-    ok = __all_sync(~0u, ok);
+    ok = AllLanes(ok);
     if (!TestHooks::Removed<kTest>(hooks_, kEdgeProxyFence)) ptx::ProxyFence();
+    TestHooks::DelayRead<kTest>(hooks_);
     return ok;
   }
 

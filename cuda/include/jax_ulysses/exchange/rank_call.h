@@ -79,6 +79,18 @@ JU_D void BeginRank(const RankCall& call, RankShared& shared) {
     shared.aborted = 1;
   }
   if (protocol.Aborted()) shared.aborted = 1;
+  if (TestHooks::Adversary<kTest>(call.hooks) &&
+      TestHooks::Removed<kTest>(call.hooks, kEdgeDoneRelease)) {
+    for (int r = 0; r < static_cast<int>(call.info.layout.num_ranks); ++r) protocol.PublishDone(r);
+  }
+}
+
+// One warp: whether `ok` is true in every lane. What a lane has acquired is then visible to all of
+// them: the vote itself would not order memory.
+JU_D bool AllLanes(bool ok) {
+  const bool all = __all_sync(~0u, ok);
+  __syncwarp();
+  return all;
 }
 
 // One warp: the credit of every rank, one per lane. False after an abort. The proxy fence orders
@@ -90,7 +102,7 @@ JU_D bool WaitSlotFreeWarp(Protocol& protocol) {
   for (int peer = static_cast<int>(threadIdx.x % 32); peer < num_ranks; peer += 32) {
     if (peer != protocol.call().rank) ok = protocol.WaitSlotFree(peer) && ok;
   }
-  ok = __all_sync(~0u, ok);
+  ok = AllLanes(ok);
   ptx::ProxyFence();
   return ok;
 }

@@ -18,8 +18,9 @@ JU_D bool WaitPiecesWarp(Protocol& protocol, const TestHooks& hooks, int32_t sou
        piece * kPieceRows < end; piece += 32) {
     ok = protocol.WaitTile(source, piece) && ok;
   }
-  ok = __all_sync(~0u, ok);
+  ok = AllLanes(ok);
   if (!TestHooks::Removed<kTest>(hooks, kEdgeProxyFence)) ptx::ProxyFence();
+  TestHooks::DelayRead<kTest>(hooks);
   return ok;
 }
 
@@ -41,6 +42,7 @@ class PiecesPeek {
     protocol.AcquirePeeked();
     __syncwarp();
     if (!TestHooks::Removed<kTest>(hooks, kEdgeProxyFence)) ptx::ProxyFence();
+    TestHooks::DelayRead<kTest>(hooks);
     return true;
   }
 

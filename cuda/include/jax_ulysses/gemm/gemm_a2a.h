@@ -83,9 +83,15 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
         if (Consumer<C>::is_storing_warp()) hand_off.Give(kNoSignal);
         continue;
       }
+      // The negative control: the flag before the data.
+      const bool first = TestHooks::FlagsFirst<C::kTest>(call.hooks);
+      if (first) {
+        if (Consumer<C>::is_storing_warp()) hand_off.Give(0);
+        TestHooks::Sleep(call.hooks.epilogue_delay_ns);
+      }
       consumer.Store(p.to_slot[slot][tile.seg], g.rows, g.columns[tile.seg], g.num_blocks(tile.seg),
                      tile.row_block, tile.col_block, g.block(tile.seg, tile.dest), accumulator);
-      if (call.communicate && Consumer<C>::is_storing_warp()) {
+      if (call.communicate && !first && Consumer<C>::is_storing_warp()) {
         // Bulk groups belong to the thread that committed them. Complete, not only read: the flag
         // says that the bytes are in memory.
         if (TestHooks::Removed<C::kTest>(call.hooks, kEdgeBulkComplete)) {
