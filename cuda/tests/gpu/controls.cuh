@@ -21,7 +21,7 @@ enum class Seen { kNever, kAlone, kByAdversary };
 struct Control {
   const char* name;
   uint32_t edge;
-  Seen expected;  // kNever: printed, but nothing depends on it
+  Seen expected = Seen::kNever;  // kNever: printed, but nothing depends on it
   // One slot and a launch a rank: with two slots the data that ranks wait for implies the credit.
   bool one_slot = false;
 };
@@ -44,6 +44,10 @@ inline constexpr Control kBulkReadControls[] = {{"acquire fence", kEdgeAcquire, 
 inline constexpr Control kPlainReadControls[] = {
     {"acquire fence", kEdgeAcquire, Seen::kByAdversary}};
 inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kAlone}};
+// With slots across PCIe: by nothing but distance.
+inline constexpr Control kFarControls[] = {{"nothing, far slots", kEdgeNone, Seen::kNever},
+                                           {"tile release, far slots", kEdgeTileRelease},
+                                           {"full wait, far slots", kEdgeBulkComplete}};
 
 template <class Fixture>
 class Controls {
@@ -92,7 +96,9 @@ class Controls {
           if (rank == 0) call.hooks.read_delay_ns = 300000;
         });
       } else {
-        bad = Stress(f, launches_, static_cast<unsigned>(i + 10), v.max_delay_ns, change, false);
+        // Old bytes can only be read where data comes late.
+        const uint32_t delay = adversary ? 300000 : v.max_delay_ns;
+        bad = Stress(f, launches_, static_cast<unsigned>(i + 10), delay, change, false);
       }
       caught += bad != 0;
     }
@@ -127,6 +133,15 @@ void NegativeControls(const KernelEntry<typename Fixture::Call>& entry, const ch
   run(kCommonControls);
   (run(lists), ...);
   FaultControls<Fixture>(variants[0].shape, entry, op);
+}
+
+template <class Fixture>
+void FarControls(const KernelEntry<typename Fixture::Call>& entry, const char* op,
+                 std::vector<Variant> variants, int launches) {
+  for (Variant& variant : variants)
+    variant = {variant.shape, 0, 100000, 0}, variant.shape.far = true;
+  Controls<Fixture> controls(entry, op, variants, launches);
+  for (const Control& control : kFarControls) controls.Run(control);
 }
 
 }  // namespace jax_ulysses::testing

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exchange and psum on rig B, bit by bit against the host. Usage: exchange_test
-// check|stress|faults|negative|small [count]. One line a case; exit code 1 if any fails.
+// check|stress|faults|negative|far|small [count]. One line a case; exit code 1 if any fails.
 #include "controls.cuh"
 #include "exchange_fixture.cuh"
 #include "test_entries.h"
@@ -54,7 +54,7 @@ struct Case {
 class ExchangeWorld {
  public:
   explicit ExchangeWorld(const Case& c)
-      : c_(c), ex_(c.shape.Exchange()), heaps_(c.shape.ranks, SlotBytes(Probe(c))) {
+      : c_(c), ex_(c.shape.Exchange()), heaps_(c.shape, SlotBytes(Probe(c))) {
     std::mt19937 random(7);
     for (int set = 0; set < 2; ++set) {
       in_host_.emplace_back(c.shape.ranks);
@@ -280,6 +280,15 @@ void Negative(int launches) {
                                 kPlainReadControls);
 }
 
+void Far(int launches) {
+  for (bool bulk : {true, false}) {
+    FarControls<ExchangeFixture>(TestExchangeEntry(), bulk ? "gather bulk" : "gather plain",
+                                 ControlVariants(bulk), launches);
+    FarControls<PsumFixture>(TestPsumEntry(), bulk ? "psum bulk" : "psum plain",
+                             ControlVariants(bulk), launches);
+  }
+}
+
 int Main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "check";
   const int count = argc > 2 ? std::atoi(argv[2]) : 20;
@@ -311,6 +320,8 @@ int Main(int argc, char** argv) {
     Faults<PsumFixture>(ControlShape(true), TestPsumEntry(), "psum");
   } else if (what == "negative") {
     Negative(argc > 2 ? count : 30);
+  } else if (what == "far") {
+    Far(argc > 2 ? count : 30);
   } else if (what == "small") {  // under compute-sanitizer
     Check({Make(4, 2, 22, {8, 2}, 16, true), 2, true, SumType::kBf16}, 2);
     Check({Make(2, 2, 22, {8, 2}, 16, true), 2, false}, 2);

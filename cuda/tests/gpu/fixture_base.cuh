@@ -32,7 +32,7 @@ class FixtureBase {
       : shape_(shape),
         entry_(entry),
         ex_(shape.Exchange()),
-        heaps_(shape.ranks, slot_bytes, shape.slots),
+        heaps_(shape, slot_bytes),
         sums_(16),
         bad_(8),
         link_(8 * kMaxRanks) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The two fused operators, all ranks in one launch (rig B). One line a case; exit code 1 if any
-// fails. Usage: fused_test check|stress|graph|streams|faults|negative|small [count]
+// fails. Usage: fused_test check|stress|graph|streams|faults|negative|far|small [count]
 #include "controls.cuh"
 #include "test_entries.h"
 #include "test_shapes.h"
@@ -103,14 +103,18 @@ void GraphReplays(const KernelEntry<typename Fixture::Call>& entry, const char* 
   CK(cudaStreamDestroy(stream));
 }
 
-// `big` loads the memory system: 16 MB a rank.
-template <class Fixture>
-void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, int launches) {
-  const Shape small = StressShape(4, Fixture::kPush, false);
+// The last one loads the memory system: 16 MB a rank.
+std::vector<Variant> ControlVariants(bool push) {
+  const Shape small = StressShape(4, push, false);
   Shape big = small;
   big.tokens = 2048, big.head_dim = 256;
-  NegativeControls<Fixture>(entry, op, Variants(small, big), launches, kBulkWriteControls,
-                            kBulkReadControls, kHandOffControls);
+  return Variants(small, big);
+}
+
+template <class Fixture>
+void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, int launches) {
+  NegativeControls<Fixture>(entry, op, ControlVariants(Fixture::kPush), launches,
+                            kBulkWriteControls, kBulkReadControls, kHandOffControls);
 }
 
 int Main(int argc, char** argv) {
@@ -147,6 +151,9 @@ int Main(int argc, char** argv) {
   } else if (what == "negative") {
     Negative<A2a>(a2a[0], "a2a_gemm", count > 0 ? count : 30);
     Negative<Ga>(ga[0], "gemm_a2a", count > 0 ? count : 30);
+  } else if (what == "far") {
+    FarControls<A2a>(a2a[0], "a2a_gemm", ControlVariants(true), count > 0 ? count : 30);
+    FarControls<Ga>(ga[0], "gemm_a2a", ControlVariants(false), count > 0 ? count : 30);
   } else {
     std::printf("unknown: %s\n", what.c_str());
     return 2;

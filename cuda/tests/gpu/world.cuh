@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "device_util.cuh"
+#include "far_memory.cuh"
 #include "jax_ulysses/comm/host_memory.h"
 #include "jax_ulysses/heuristics.h"
 #include "kernels/entry.h"
@@ -27,6 +28,7 @@ struct Shape {
   bool bias = false;
   bool gathered = false;  // a2a_gemm only
   int slots = 2;          // of a heap
+  bool far = false;       // slots across PCIe
 
   HeadExchange Exchange() const {
     HeadExchange ex;
@@ -51,29 +53,32 @@ struct Shape {
 // The heaps of P ranks on this device.
 class Heaps {
  public:
-  Heaps(int ranks, int64_t slot_bytes, int slots = 2) {
-    layout_.num_ranks = ranks;
-    layout_.num_slots = slots;
+  Heaps(int ranks, int64_t slot_bytes) : Heaps(OfRanks(ranks), slot_bytes) {}
+  Heaps(const Shape& shape, int64_t slot_bytes) {
+    layout_.num_ranks = shape.ranks;
+    layout_.num_slots = shape.slots;
     layout_.slot_bytes = slot_bytes;
-    for (int r = 0; r < ranks; ++r) {
+    control_ = layout_;
+    char* base = shape.far ? far_.Allocate(layout_) : nullptr;
+    for (int r = 0; r < shape.ranks; ++r) {
       UseRank(r);
-      heaps_.emplace_back(layout_.heap_bytes());
-      peers_.heap[r] = heaps_.back().get();
+      if (!shape.far) heaps_.emplace_back(layout_.heap_bytes());
+      peers_.heap[r] = shape.far ? base + r * far_.stride() : heaps_.back().get();
     }
     UseRank(0);
     Reset(0xfffffff0u);  // every test crosses the wrap of the epoch
   }
   void Reset(uint32_t start) {
-    std::vector<char> control(static_cast<size_t>(layout_.control_bytes()));
-    InitControlWords<HostMemory>(control.data(), layout_, start);
-    for (const Buffer& heap : heaps_) {
-      CK(cudaMemcpy(heap.get(), control.data(), control.size(), cudaMemcpyHostToDevice));
+    std::vector<char> control(static_cast<size_t>(control_.control_bytes()));
+    InitControlWords<HostMemory>(control.data(), control_, start);
+    for (int64_t r = 0; r < layout_.num_ranks; ++r) {
+      CK(cudaMemcpy(peers_.heap[r], control.data(), control.size(), cudaMemcpyHostToDevice));
     }
   }
   void PoisonSlots(cudaStream_t stream) const {
-    for (size_t r = 0; r < heaps_.size(); ++r) {
-      UseRank(static_cast<int>(r));
-      CK(cudaMemsetAsync(heaps_[r].get() + layout_.slot(0), 0xff,
+    for (int r = 0; r < static_cast<int>(layout_.num_ranks); ++r) {
+      UseRank(r);
+      CK(cudaMemsetAsync(Slot(r, 0), 0xff,
                          static_cast<size_t>(layout_.num_slots * layout_.slot_stride()), stream));
     }
     UseRank(0);
@@ -95,7 +100,7 @@ class Heaps {
     CK(cudaMallocHost(&word, 4));
     *word = 1;
     CK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    for (size_t r = 0; r < heaps_.size(); ++r) {
+    for (int64_t r = 0; r < layout_.num_ranks; ++r) {
       CK(cudaMemcpyAsync(peers_.heap[r] + layout_.abort(), word, 4, cudaMemcpyHostToDevice,
                          stream));
     }
@@ -112,8 +117,16 @@ class Heaps {
   const HeapLayout& layout() const { return layout_; }
 
  private:
+  static Shape OfRanks(int ranks) {
+    Shape shape;
+    shape.ranks = ranks;
+    return shape;
+  }
+
   HeapLayout layout_;
+  HeapLayout control_;  // the same control words, as many counters of row blocks as there are
   PeerTable peers_;
+  FarMemory far_;
   std::vector<Buffer> heaps_;
 };
 

@@ -70,7 +70,7 @@ class CopyRing {
   JU_D void Run(Work& work) {
     bool more = work.Next(strip_);
     while (true) {
-      while (more && loaded_ - stored_ < loads_ahead()) {
+      while (more && loaded_ - stored_ < kLoadsAhead) {
         if constexpr (kTest && Work::kSignals) {
           // The negative control: before anything of the strip has been stored.
           if (strip_.signal != kNoSignal && (TestHooks::Removed<kTest>(hooks_, kEdgeHandOff) ||
@@ -119,32 +119,13 @@ class CopyRing {
     }
   }
 
-  // The adversary refills a stage at once.
-  JU_D uint32_t loads_ahead() const {
-    return TestHooks::Adversary<kTest>(hooks_) ? kStages : kLoadsAhead;
-  }
-
-  // Edge "ring": before a stage is filled again, its last store has read it.
-  JU_D void WaitStageRead() {
-    if (TestHooks::Adversary<kTest>(hooks_)) {
-      if (!TestHooks::Removed<kTest>(hooks_, kEdgeRing)) ptx::BulkWaitRead<0>();
-      __syncwarp();
-      // What a store reads last first.
-      auto* data = reinterpret_cast<uint4*>(storage_.data[load_.stage]);
-      for (int i = kStageBytes / 16 - 1 - static_cast<int>(threadIdx.x % 32); i >= 0; i -= 32) {
-        data[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-      }
-      ptx::ProxyFence();
-      __syncwarp();
-    } else if (!TestHooks::Removed<kTest>(hooks_, kEdgeRing)) {
-      // At most kStages - kLoadsAhead younger stores may still be reading their stages.
-      ptx::BulkWaitRead<kStages - kLoadsAhead>();
-    }
-  }
-
   // Takes as much of the strip as fits into a stage and starts to load it.
   JU_D void Load() {
-    WaitStageRead();
+    // Edge "ring": before a stage is filled again, its last store has read it. At most
+    // kStages - kLoadsAhead younger stores may still be reading theirs.
+    if (!TestHooks::Removed<kTest>(hooks_, kEdgeRing)) {
+      ptx::BulkWaitRead<kStages - kLoadsAhead>();
+    }
     const bool split = strip_.row_bytes > kStageBytes;
     const int32_t bytes = split ? min(strip_.row_bytes - offset_, kStageBytes) : strip_.row_bytes;
     const int32_t rows =
@@ -187,10 +168,8 @@ class CopyRing {
     if (lead_) {
       ptx::BarrierWait(&storage_.full[store_.stage], store_.parity);
       const Pending chunk = storage_.pending[store_.stage];
-      const char* data = storage_.data[store_.stage];
-      if (TestHooks::Adversary<kTest>(hooks_)) {
-        StoreSlowly(chunk, data);
-      } else if (chunk.rows == 1 || chunk.pitch == chunk.row_bytes) {
+      char* data = storage_.data[store_.stage];
+      if (chunk.rows == 1 || chunk.pitch == chunk.row_bytes) {
         ptx::BulkStore(chunk.dest, data, chunk.rows * chunk.row_bytes);
       } else {
         for (int32_t row = 0; row < chunk.rows; ++row) {
@@ -199,6 +178,7 @@ class CopyRing {
         }
       }
       ptx::BulkCommit();
+      if (TestHooks::Adversary<kTest>(hooks_)) Overwrite(data, chunk.rows * chunk.row_bytes);
       storage_.signals[stored_ % 16] = chunk.signal;
       unsignalled_ = unsignalled_ << 1 | (chunk.signal != kNoSignal ? 1u : 0u);
     }
@@ -206,14 +186,14 @@ class CopyRing {
     store_.Advance();
   }
 
-  // The adversary's store: as many small copies as there can be, which wait for each other.
-  JU_D static void StoreSlowly(const Pending& chunk, const char* data) {
-    for (int32_t row = 0; row < chunk.rows; ++row) {
-      for (int32_t i = 0; i < chunk.row_bytes; i += 16) {
-        ptx::BulkStore(chunk.dest + static_cast<int64_t>(row) * chunk.pitch + i,
-                       data + row * chunk.row_bytes + i, 16);
-      }
+  // Lead. The adversary overwrites a stage as soon as nothing but the edge "ring" forbids it.
+  JU_D void Overwrite(char* data, int32_t bytes) {
+    if (!TestHooks::Removed<kTest>(hooks_, kEdgeRing)) ptx::BulkWaitRead<0>();
+    // From the end, which a store reads last.
+    for (int32_t i = bytes - 16; i >= 0; i -= 16) {
+      *reinterpret_cast<uint4*>(data + i) = make_uint4(~0u, ~0u, ~0u, ~0u);
     }
+    ptx::ProxyFence();
   }
 
   // Gives the signal of the chunk that was stored `age` chunks before the last one, if it has one.

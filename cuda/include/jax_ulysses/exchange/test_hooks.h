@@ -5,7 +5,7 @@
 //
 // The adversary does on purpose what asynchronous hardware may do and hardly ever does while a test
 // looks. It is harmless while every edge is there:
-//   - a stage of a copy ring is overwritten and refilled as soon as its store has read it;
+//   - a stage of a copy ring is overwritten as soon as its store has read it;
 //   - old bytes of a slot are read, and cached, before the wait for new ones;
 //   - a flag that nothing orders after the data (no release, or a wait for .read only) is raised
 //     before the data is stored: to those who look, the same as data that takes long to arrive;
