@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from timing import chain, interleaved_us, summary
 
 import jax_ulysses as ju
-from jax_ulysses import dispatch, reference
+from jax_ulysses import dispatch, mosaic, reference
 from jax_ulysses.spec import HeadExchange
 
 SEQUENCE, HEADS = P(None, "cp"), P(None, None, "cp")
@@ -182,6 +182,7 @@ class Case:
             "xla": flow(reference),
             self._name: flow(self._native),
             f"{self._name} unmarked": _unmarked(flow(self._native)),
+            "pallas": flow(mosaic),
             "separate": separate,
             "only exchange": lambda parts, w: (
                 reference.join_segments(self._native.gather(self._qkv, parts)),
@@ -224,6 +225,7 @@ class Case:
             "xla": flow(reference),
             self._name: flow(self._native),
             f"{self._name} unmarked": _unmarked(flow(self._native)),
+            "pallas": flow(mosaic),
             "separate": separate,
             "only dot": lambda dy, w: (_dot(dy, w, transposed=True),),
         }
