@@ -88,17 +88,23 @@ class Controls {
         if (rank == 0) call.hooks.copy_delay_ns = v.copy_delay_ns;
         if (adversary) call.hooks.epilogue_delay_ns = 10000;
       };
+      // Old bytes can only be read where data comes late.
+      const uint32_t delay = adversary ? 300000 : v.max_delay_ns;
+      const auto seed = static_cast<unsigned>(i + 10);
       unsigned long long bad = 0;
-      if (control.one_slot) {
+      if (control.one_slot || g_devices > 1) {
+        std::mt19937 random(seed);
         bad = StressStreams(f, launches_, [&](Call& call, int rank, int) {
           change(call, rank);
-          // A reader that is late by more than a call of the others takes.
-          if (rank == 0) call.hooks.read_delay_ns = 300000;
+          if (control.one_slot) {
+            // A reader that is late by more than a call of the others takes.
+            if (rank == 0) call.hooks.read_delay_ns = 300000;
+          } else if (delay > 0 && random() % 2 == 0) {
+            call.hooks.start_delay_ns = random() % delay;
+          }
         });
       } else {
-        // Old bytes can only be read where data comes late.
-        const uint32_t delay = adversary ? 300000 : v.max_delay_ns;
-        bad = Stress(f, launches_, static_cast<unsigned>(i + 10), delay, change, false);
+        bad = Stress(f, launches_, seed, delay, change, false);
       }
       caught += bad != 0;
     }

@@ -31,6 +31,17 @@ inline int g_devices = 1;
 inline void UseRank(int rank) {
   if (g_devices > 1) CK(cudaSetDevice(rank % g_devices));
 }
+// One rank a device from here on.
+inline void SpreadOver(int devices) {
+  g_devices = devices;
+  for (int d = 0; d < devices; ++d) {
+    CK(cudaSetDevice(d));
+    for (int peer = 0; peer < devices; ++peer) {
+      if (peer != d) CK(cudaDeviceEnablePeerAccess(peer, 0));
+    }
+  }
+  UseRank(0);
+}
 inline void SyncDevices() {
   if (g_devices == 1) CK(cudaDeviceSynchronize());
   for (int d = 0; g_devices > 1 && d < g_devices; ++d) {

@@ -75,11 +75,21 @@ unsigned long long Stress(Fixture& f, int launches, unsigned seed, uint32_t max_
 // The reference of a stress run: one quiet launch, checked against fp32.
 template <class Fixture>
 bool MakeReference(Fixture& f) {
-  WorldLaunch<typename Fixture::Call> quiet(f.entry(), f.Calls(0),
-                                            PlanFor(f.shape().ranks, Fixture::kPush));
+  const LaunchPlan plan = PlanFor(f.shape().ranks, Fixture::kPush);
   f.PoisonOutputs();
-  quiet.Run(nullptr);
-  CK(cudaDeviceSynchronize());
+  SyncDevices();
+  if (g_devices > 1) {
+    const RankLaunches<typename Fixture::Call> quiet(f.entry(), f.Calls(0), plan);
+    for (int r = 0; r < f.shape().ranks; ++r) {
+      UseRank(r);
+      quiet.Run(r, nullptr);
+    }
+    SyncDevices();
+  } else {
+    WorldLaunch<typename Fixture::Call> quiet(f.entry(), f.Calls(0), plan);
+    quiet.Run(nullptr);
+    CK(cudaDeviceSynchronize());
+  }
   const Difference d = f.CheckNorm();
   f.SaveReference();
   // Also loads CompareExact: a kernel must not be loaded while others spin.
@@ -106,8 +116,8 @@ void StressAll(const KernelEntry<typename Fixture::Call>& entry, const char* op,
   }
 }
 
-// Every rank is a launch of its own, on its own stream: parameters by value, and ranks that drift
-// apart over calls as far as the slots let them.
+// Every rank is a launch of its own, on its own stream and, if there are several, its own device:
+// parameters by value, and ranks that drift apart over calls as far as the slots let them.
 template <class Fixture>
 unsigned long long StressStreams(
     Fixture& f, int launches,
@@ -115,26 +125,31 @@ unsigned long long StressStreams(
   const auto& entry = f.entry();
   const int ranks = f.shape().ranks;
   const LaunchPlan plan = PlanFor(ranks, Fixture::kPush);
-  CK(cudaFuncSetAttribute(entry.rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                          entry.shared_bytes));
   std::vector<cudaStream_t> streams(static_cast<size_t>(ranks));
-  for (auto& stream : streams) CK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (int r = 0; r < ranks; ++r) {
+    UseRank(r);
+    CK(cudaFuncSetAttribute(entry.rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                            entry.shared_bytes));
+    CK(cudaStreamCreateWithFlags(&streams[static_cast<size_t>(r)], cudaStreamNonBlocking));
+  }
   void* params = nullptr;
   if (posix_memalign(&params, 1024, static_cast<size_t>(entry.params_bytes)) != 0) std::abort();
+  UseRank(0);
   f.TakeBad();
-  CK(cudaDeviceSynchronize());
+  SyncDevices();
   for (int i = 0; i < launches; ++i) {
     auto calls = f.Calls(i % kSets);
     for (int r = 0; r < ranks; ++r) {
       change(calls[r], r, i);
       entry.build(calls[r], plan, params);
       void* args[] = {params};
+      UseRank(r);
       CK(cudaLaunchKernel(entry.rank_kernel, dim3(plan.ctas), dim3(entry.threads), args,
                           static_cast<size_t>(entry.shared_bytes), streams[r]));
       f.CompareReference(kScales[i % kSets], streams[r], r);
     }
   }
-  CK(cudaDeviceSynchronize());
+  SyncDevices();
   for (auto& stream : streams) CK(cudaStreamDestroy(stream));
   std::free(params);
   return f.TakeBad();

@@ -203,7 +203,7 @@ inline int NumSms() {
 
 inline LaunchPlan PlanFor(int ranks, bool push) {
   LaunchPlan plan;
-  plan.ctas = NumSms() / ranks;
+  plan.ctas = NumSms() * g_devices / ranks;
   plan.comm_ctas = push ? std::min(plan.ctas, kPushingCtas) : plan.ctas;
   return plan;
 }
