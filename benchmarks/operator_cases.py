@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from timing import chain, interleaved_us, summary
+from timing import chain, interleaved_us, relative_distance, summary
 
 import jax_ulysses as ju
 from jax_ulysses import dispatch, mosaic, reference
@@ -78,7 +78,7 @@ class Case:
                 continue
             first = programs[name]()[0]
             wanted = first if name == "xla" else wanted
-            errors[name] = float(_distance(first, wanted))
+            errors[name] = float(relative_distance(first, wanted))
             if not errors[name] <= TOLERANCE:
                 raise AssertionError(f"{operator}, {name}: off by {errors[name]}")
         times = interleaved_us(programs, calls=self._calls, rounds=rounds)
@@ -229,13 +229,6 @@ class Case:
             "separate": separate,
             "only dot": lambda dy, w: (_dot(dy, w, transposed=True),),
         }
-
-
-@jax.jit
-def _distance(actual, wanted):
-    """Relative L2 distance, on the devices: these arrays are large."""
-    actual, wanted = actual.astype(jnp.float32), wanted.astype(jnp.float32)
-    return jnp.linalg.norm(actual - wanted) / jnp.linalg.norm(wanted)
 
 
 def _unmarked(function: Variant) -> Variant:

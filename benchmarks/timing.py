@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 
@@ -75,6 +76,13 @@ def interleaved_us(
             if turn >= 2:
                 samples[name].append(elapsed / (executions * calls) * 1e6)
     return samples
+
+
+@jax.jit
+def relative_distance(actual, wanted):
+    """Relative L2 distance, on the devices: these arrays are large."""
+    actual, wanted = actual.astype(jnp.float32), wanted.astype(jnp.float32)
+    return jnp.linalg.norm(actual - wanted) / jnp.linalg.norm(wanted)
 
 
 def summary(samples: list[float]) -> dict[str, float]:
