@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training in several processes, on CPUs: the same run, stopped and continued together.
+
+XLA's collectives carry it here: ``host`` needs all devices in one process. What the
+processes themselves do (who writes, when all stop, who reads what) is the same on GPUs.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+_STEPS = 10
+_ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+
+
+def _command(text, out, *more, processes=2, steps=_STEPS):
+    train = [sys.executable, "-m", "jax_ulysses.models.train"]
+    if processes > 1:
+        launch = ["-m", "jax_ulysses.launch", "-n", str(processes), "--cpu"]
+        train = [train[0], *launch, *train[1:]]
+    sizes = ["--seq-len", "32", "--batch", "4", "--steps", str(steps)]
+    return [*train, "--data", str(text), "--out", str(out), *sizes, *more]
+
+
+def _run(command):
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=_ENVIRONMENT
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+def _losses(out):
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module")
+def straight(text, tmp_path_factory):
+    """Two processes, one rank each, to the end; with the comparison."""
+    out = tmp_path_factory.mktemp("straight")
+    code, stdout, stderr = _run(_command(text, out))
+    assert code == 0, stderr
+    return out, json.loads(stdout.splitlines()[-1])
+
+
+def test_one_process_speaks_for_all(straight):
+    out, summary = straight
+    # The launcher's processes are the context-parallel ranks, without being told.
+    assert summary["mesh"] == {"dp": 1, "cp": 2}
+    assert summary["processes"] == 2
+    assert summary["steps"] == len(_losses(out)) == _STEPS
+    assert summary["parity"]["against"] == {"dp": 1, "cp": 1}
+    assert summary["parity"]["steps"] == _STEPS
+    assert summary["parity"]["loss_max_abs_diff"] <= 1e-5
+    assert summary["parity"]["params_max_abs_diff"] > 0, "compared with itself?"
+    assert (out / "loss.png").exists()
+
+
+def test_the_same_as_in_one_process(text, tmp_path, straight):
+    more = ["--dp", "1", "--cp", "2", "--no-parity"]
+    code, _, stderr = _run(_command(text, tmp_path, *more, processes=1))
+    assert code == 0, stderr
+    assert _losses(tmp_path) == pytest.approx(_losses(straight[0]), abs=1e-5)
+
+
+def test_stopped_and_continued_it_has_the_same_bits(text, tmp_path, straight):
+    """Ctrl-C reaches all processes, which stop after the same step."""
+    out = tmp_path / "run"
+    slow = ["--no-parity", "--checkpoint-every", "3"]
+    process = subprocess.Popen(
+        _command(text, out, *slow),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_ENVIRONMENT,
+    )
+    metrics = out / "metrics.jsonl"
+    try:
+        _wait_for(process, lambda: metrics.exists() and metrics.read_text())
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    # Gloo, which carries XLA's collectives between processes on CPUs, says hello.
+    assert all(line.startswith("[Gloo]") for line in stdout.splitlines())
+    assert "Traceback" not in stderr
+    done = len(_losses(out))
+    assert 1 <= done < _STEPS
+    assert f"interrupted: {done} of {_STEPS} steps are saved in {out}" in stderr
+    code, _, stderr = _run(_command(text, out, "--resume", "--no-parity"))
+    assert code == 0, stderr
+    assert f"resumed after step {done}" in stderr
+    assert _losses(out) == _losses(straight[0])
+
+
+def test_killed_and_continued_it_has_the_same_bits(text, tmp_path, straight):
+    """Without a chance to save: from the last checkpoint on, step by step the same."""
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        _command(text, out, "--no-parity", "--checkpoint-every", "3"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=_ENVIRONMENT,
+    )
+    try:
+        _wait_for(process, (out / "checkpoints" / "3").is_dir)
+    finally:
+        process.kill()
+        process.wait()
+    resume = ["--resume", "--no-parity", "--checkpoint-every", "3"]
+    code, _, stderr = _run(_command(text, out, *resume))
+    assert code == 0, stderr
+    assert "resumed after step " in stderr
+    assert _losses(out) == _losses(straight[0])
+
+
+def test_a_mesh_that_leaves_a_process_idle(text, tmp_path):
+    code, _, stderr = _run(_command(text, tmp_path, "--cp", "1", "--dp", "1"))
+    assert code == 2
+    assert "dp 1 x cp 1 leaves 1 of 2 processes without a device" in stderr
+
+
+def test_host_needs_one_process(text, tmp_path):
+    code, _, stderr = _run(_command(text, tmp_path, "--implementation", "host"))
+    assert code == 2
+    assert "needs all devices in one process, but 1 of 2 belong to others" in stderr
+
+
+def _wait_for(process: subprocess.Popen, condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, "ended too early"
+        assert time.monotonic() < deadline, "not within two minutes"
+        time.sleep(0.02)
