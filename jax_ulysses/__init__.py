@@ -21,5 +21,12 @@ from jax_ulysses.reductions import psum as psum
 from jax_ulysses.remat import CHECKPOINT_NAMES as CHECKPOINT_NAMES
 from jax_ulysses.remat import checkpoint_policy as checkpoint_policy
 from jax_ulysses.spec import TokenOrder as TokenOrder
+from jax_ulysses.split import a2a_out_proj_bwd_input as a2a_out_proj_bwd_input
+from jax_ulysses.split import a2a_out_proj_bwd_weight as a2a_out_proj_bwd_weight
+from jax_ulysses.split import a2a_out_proj_fwd as a2a_out_proj_fwd
+from jax_ulysses.split import q_proj_a2a_bwd_input as q_proj_a2a_bwd_input
+from jax_ulysses.split import q_proj_a2a_bwd_weight as q_proj_a2a_bwd_weight
+from jax_ulysses.split import qkv_proj_a2a_bwd_input as qkv_proj_a2a_bwd_input
+from jax_ulysses.split import qkv_proj_a2a_bwd_weight as qkv_proj_a2a_bwd_weight
 
 __version__ = "0.1.0"

@@ -322,6 +322,14 @@ def _proj_a2a(
 
 
 def _a2a_proj(operator, names, a, w, bias, axes, num_ranks, order, implementation):
+    call = a2a_proj_call(
+        operator, names, a, w, bias, axes, num_ranks, order, implementation
+    )
+    return vjp.a2a_gemm(call, (a,), w, bias)
+
+
+def a2a_proj_call(operator, names, a, w, bias, axes, num_ranks, order, implementation):
+    """Checks the arguments of an A2A -> GEMM operator; returns its static side."""
     order = TokenOrder(order)
     a_name, w_name = names
     spec.check_gemm_dtype(a_name, a.dtype)
@@ -341,5 +349,4 @@ def _a2a_proj(operator, names, a, w, bias, axes, num_ranks, order, implementatio
         spec.check_same_dtype("bias", bias.dtype, a_name, a.dtype)
     sharding.check_varying(operator, a_name, a, axes)
     exchange = HeadExchange((num_heads,), head_dim, num_ranks, axes, order)
-    call = vjp.Call(operator, exchange, dispatch.normalise(implementation))
-    return vjp.a2a_gemm(call, (a,), w, bias)
+    return vjp.Call(operator, exchange, dispatch.normalise(implementation))

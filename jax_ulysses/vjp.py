@@ -131,15 +131,7 @@ def _gemm_a2a_fwd(call, x, w, bias):
 
 def _gemm_a2a_bwd(call, residuals, cotangents):
     x, w, bias = residuals
-    back = call.backward()
-    dx, dy = back.run(
-        "a2a_gemm",
-        (*cotangents, w),
-        cotangents,
-        w,
-        None,
-        w_transposed=back.w_transposed,
-    )
+    dx, dy = gemm_a2a_bwd_input(call, cotangents, w)
     dw = weight_gradient(x, dy, w_transposed=call.w_transposed)
     return dx, reductions.reduce_like(dw, w), _bias_gradient(dy, bias)
 
@@ -170,13 +162,41 @@ def _a2a_gemm_fwd(call, parts, w, bias, want_gathered=True):
 
 def _a2a_gemm_bwd(call, residuals, dy):
     gathered, w, bias = residuals
-    back = call.backward()
-    dparts = back.run("gemm_a2a", (dy, w), dy, w, None, w_transposed=back.w_transposed)
+    dparts = a2a_gemm_bwd_input(call, dy, w)
     dw = weight_gradient(gathered, dy, w_transposed=call.w_transposed)
     return dparts, reductions.reduce_like(dw, w), _bias_gradient(dy, bias)
 
 
 _a2a_gemm.defvjp(_a2a_gemm_fwd, _a2a_gemm_bwd)
+
+
+def gemm_a2a_bwd_input(
+    call: Call, cotangents: tuple[Array, ...], w: Array
+) -> tuple[Array, Array]:
+    """Gradient of ``x`` of a ``gemm_a2a``, and the gathered cotangent [B, T, C]."""
+    back = call.backward()
+    return back.run(
+        "a2a_gemm",
+        (*cotangents, w),
+        cotangents,
+        w,
+        None,
+        w_transposed=back.w_transposed,
+    )
+
+
+def a2a_gemm_bwd_input(call: Call, dy: Array, w: Array) -> tuple[Array, ...]:
+    """Gradients of the parts of an ``a2a_gemm``."""
+    back = call.backward()
+    return back.run("gemm_a2a", (dy, w), dy, w, None, w_transposed=back.w_transposed)
+
+
+def a2a_gemm_fwd(
+    call: Call, parts: tuple[Array, ...], w: Array, bias: Array | None
+) -> tuple[Array, Array]:
+    """``a2a_gemm`` with the gathered operand [B, T, C]; not differentiable."""
+    y, (gathered, _, _) = _a2a_gemm_fwd(call, parts, w, bias)
+    return y, gathered
 
 
 def weight_gradient(x: Array, dy: Array, *, w_transposed: bool) -> Array:
