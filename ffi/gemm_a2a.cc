@@ -83,7 +83,8 @@ ffi::Error CudaGemmA2a(CUstream_st* stream, int32_t device_ordinal, ffi::AnyBuff
   return RunEnqueue(context, [&] {
     const host::GemmA2aArgs call =
         Read(context, {rank, x, w, bias}, rets, head_dim, w_transposed, false);
-    return cuda::LaunchGemmA2a(kTarget, context.handle, ProgramRank(args), call, stream);
+    return cuda::LaunchGemmA2a(kTarget, context.handle,
+                               static_cast<const int32_t*>(rank.untyped_data()), call, stream);
   });
 }
 #endif
