@@ -9,7 +9,6 @@ part is not seen here.
 import os
 import re
 
-import jax
 import numpy as np
 import pytest
 from jax._src import xla_bridge

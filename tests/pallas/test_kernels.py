@@ -36,6 +36,18 @@ CASES = {
     "columns split between warpgroups": {"config": SMALL | {"split": "n"}},
     "more tiles than SMs": {"rows": 384, "other": 64, "sms": 1, "head_dim": 96},
     "default tiling": {"config": {}, "rows": 72, "other": 64},
+    "192 columns": {"config": {"tile_n": 192}, "rows": 72, "other": 64, "ranks": 1},
+    "160 columns, five stages": {
+        "config": {"tile_n": 160, "stages": 5},
+        "rows": 136,
+        "w_transposed": True,
+    },
+    "160 columns, narrow swizzle": {
+        "config": {"tile_n": 160, "stages": 5},
+        "dataflow": "a2a_gemm",
+        "rows": 72,
+        "other": 352,
+    },
     "gather": {"dataflow": "a2a_gemm"},
     "gather, transposed weight": {"dataflow": "a2a_gemm", "w_transposed": True},
     "gather, tails": {"dataflow": "a2a_gemm", "rows": 40, "head_dim": 80, "other": 48},
