@@ -102,6 +102,25 @@ def _call_attention():
     jax_ulysses.local_attention.call_attention(mine, x, x, x, is_causal=True)
 
 
+def _other_device_order():
+    devices = jax.devices()
+    jax_ulysses.initialize(jax.make_mesh((8,), ("cp",)), "cp")
+    try:
+        mesh = jax.make_mesh((8,), ("cp",), devices=devices[1::-1] + devices[2:])
+        call = jax.shard_map(
+            lambda x: jax_ulysses.scatter_heads(x, "cp", implementation="host"),
+            mesh=mesh,
+            in_specs=P(None, "cp"),
+            out_specs=P(None, None, "cp"),
+        )
+        x = jax.device_put(
+            jnp.zeros((1, 16, 8, 4)), jax.NamedSharding(mesh, P(None, "cp"))
+        )
+        jax.block_until_ready(jax.jit(call)(x))
+    finally:
+        jax_ulysses.finalize()
+
+
 # Heading in troubleshooting.md -> what provokes it.
 MESSAGES = {
     "works on per-device shapes and must be called inside jax.shard_map": (
@@ -144,6 +163,7 @@ MESSAGES = {
             lambda x: jax_ulysses.scatter_heads(x, "cp", implementation="cuda")
         )
     ),
+    "device order differs from the one given to initialize": _other_device_order,
     "UlyssesAttention needs a mesh": _without_mesh,
     "is sharded over nothing on its sequence axis": _attention,
     "so the layer cannot pad it": (
@@ -155,7 +175,7 @@ MESSAGES = {
 
 @pytest.mark.parametrize("fragment", MESSAGES)
 def test_message_is_real_and_explained(fragment):
-    with pytest.raises((ValueError, NotImplementedError)) as caught:
+    with pytest.raises((ValueError, NotImplementedError, RuntimeError)) as caught:
         MESSAGES[fragment]()
     message = " ".join(str(caught.value).split())
     assert fragment in message
