@@ -35,7 +35,11 @@ full)
   run 60 "$build/fused_test" graph
   run 120 "$build/fused_test" streams 1000
   run 60 "$build/fused_test" faults
-  run 180 "$build/fused_test" negative 100
+  run 60 "$build/exchange_test" faults
+  run 120 "$build/fused_test" negative 30
+  run 120 "$build/exchange_test" negative 30
+  run 60 "$build/fused_test" far 20
+  run 60 "$build/exchange_test" far 20
   for tool in memcheck racecheck synccheck; do
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/fused_test" small
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/exchange_test" small

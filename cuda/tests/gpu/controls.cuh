@@ -45,9 +45,9 @@ inline constexpr Control kPlainReadControls[] = {
     {"acquire fence", kEdgeAcquire, Seen::kByAdversary}};
 inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kAlone}};
 // With slots across PCIe: by nothing but distance.
-inline constexpr Control kFarControls[] = {{"nothing, far slots", kEdgeNone, Seen::kNever},
-                                           {"tile release, far slots", kEdgeTileRelease},
-                                           {"full wait, far slots", kEdgeBulkComplete}};
+inline constexpr Control kFarControls[] = {{"nothing, far slots", kEdgeNone},
+                                           {"tile release, far slots", kEdgeTileRelease}};
+inline constexpr Control kFarBulkControls[] = {{"full wait, far slots", kEdgeBulkComplete}};
 
 template <class Fixture>
 class Controls {
@@ -141,13 +141,19 @@ void NegativeControls(const KernelEntry<typename Fixture::Call>& entry, const ch
   FaultControls<Fixture>(variants[0].shape, entry, op);
 }
 
+// `big` at full rate, with slots across PCIe: ranks and amounts vary.
 template <class Fixture>
-void FarControls(const KernelEntry<typename Fixture::Call>& entry, const char* op,
-                 std::vector<Variant> variants, int launches) {
-  for (Variant& variant : variants)
-    variant = {variant.shape, 0, 100000, 0}, variant.shape.far = true;
-  Controls<Fixture> controls(entry, op, variants, launches);
+void FarControls(const KernelEntry<typename Fixture::Call>& entry, const char* op, Shape big,
+                 int launches, bool bulk) {
+  big.far = true;
+  Shape two = big, long_one = big;
+  two.ranks = 2;
+  long_one.tokens *= 2;
+  Controls<Fixture> controls(entry, op, {{big}, {two}, {long_one}}, launches);
   for (const Control& control : kFarControls) controls.Run(control);
+  for (const Control& control : kFarBulkControls) {
+    if (bulk) controls.Run(control);
+  }
 }
 
 }  // namespace jax_ulysses::testing

@@ -282,10 +282,11 @@ void Negative(int launches) {
 
 void Far(int launches) {
   for (bool bulk : {true, false}) {
-    FarControls<ExchangeFixture>(TestExchangeEntry(), bulk ? "gather bulk" : "gather plain",
-                                 ControlVariants(bulk), launches);
-    FarControls<PsumFixture>(TestPsumEntry(), bulk ? "psum bulk" : "psum plain",
-                             ControlVariants(bulk), launches);
+    const Shape big = ControlVariants(bulk).back().shape;
+    FarControls<ExchangeFixture>(TestExchangeEntry(), bulk ? "gather bulk" : "gather plain", big,
+                                 launches, bulk);
+    FarControls<PsumFixture>(TestPsumEntry(), bulk ? "psum bulk" : "psum plain", big, launches,
+                             bulk);
   }
 }
 

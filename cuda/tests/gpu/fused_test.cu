@@ -152,8 +152,9 @@ int Main(int argc, char** argv) {
     Negative<A2a>(a2a[0], "a2a_gemm", count > 0 ? count : 30);
     Negative<Ga>(ga[0], "gemm_a2a", count > 0 ? count : 30);
   } else if (what == "far") {
-    FarControls<A2a>(a2a[0], "a2a_gemm", ControlVariants(true), count > 0 ? count : 30);
-    FarControls<Ga>(ga[0], "gemm_a2a", ControlVariants(false), count > 0 ? count : 30);
+    const int launches = count > 0 ? count : 30;
+    FarControls<A2a>(a2a[0], "a2a_gemm", ControlVariants(true).back().shape, launches, true);
+    FarControls<Ga>(ga[0], "gemm_a2a", ControlVariants(false).back().shape, launches, true);
   } else {
     std::printf("unknown: %s\n", what.c_str());
     return 2;
