@@ -71,14 +71,17 @@ JU_D void BeginRank(const RankCall& call, RankShared& shared) {
   shared.aborted = 0;
   if (!call.communicate) return;
   KernelProtocol<kTest> protocol(call.info);
-  // Written by an earlier kernel of the stream. Every CTA compares, so that none starts to work;
-  // the first one raises the fault.
-  if (call.info.program_rank != nullptr && *call.info.program_rank != call.info.rank) {
+  // Both words are on their way before either is looked at. The rank was written by an earlier
+  // kernel of the stream.
+  const int32_t program_rank =
+      call.info.program_rank == nullptr ? call.info.rank : *call.info.program_rank;
+  const bool aborted = protocol.Aborted();
+  // Every CTA compares, so that none starts to work; the first one raises the fault.
+  if (program_rank != call.info.rank) {
     protocol.Raise(FaultKind::kRankMismatch, call.info.rank, -1,
-                   static_cast<uint32_t>(*call.info.program_rank));
-    shared.aborted = 1;
+                   static_cast<uint32_t>(program_rank));
   }
-  if (protocol.Aborted()) shared.aborted = 1;
+  shared.aborted = aborted || program_rank != call.info.rank;
   if (TestHooks::Adversary<kTest>(call.hooks) &&
       TestHooks::Removed<kTest>(call.hooks, kEdgeDoneRelease)) {
     for (int r = 0; r < static_cast<int>(call.info.layout.num_ranks); ++r) protocol.PublishDone(r);
