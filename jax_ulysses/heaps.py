@@ -113,6 +113,11 @@ def size(session: int) -> int:
     return _targets().group_info(session)["heap_bytes"]
 
 
+def calls(session: int) -> int:
+    """Calls of a session's handlers in this process."""
+    return _targets().group_info(session)["calls"]
+
+
 def destroy(session: int, plan: Plan) -> None:
     """Ends a session's calls, waits for the other processes, and frees the heaps."""
     targets = _targets()

@@ -14,12 +14,12 @@ import shlex
 import signal
 import sys
 import time
-from typing import Any
 
 import jax
 
 import jax_ulysses
 from jax_ulysses import launch
+from jax_ulysses.group import handler_calls
 from jax_ulysses.report import describe
 
 from .checkpoints import Checkpoints
@@ -29,6 +29,7 @@ from .data import load_corpus
 from .parity import compare
 from .processes import Processes
 from .report import Metrics, Progress, plot_loss, say, tokens_per_s
+from .summary import fingerprint, run_summary
 from .trainer import StepRecord, Trainer
 
 # Implementations that exchange through a peer group; others work without one.
@@ -90,6 +91,13 @@ def _prepare(
     )
     for report in groups:
         say(describe(report))
+    memory = trainer.step_memory()
+    say(
+        "a step on one device: "
+        + ", ".join(
+            f"{size / 2**20:,.0f} MiB of {name}" for name, size in memory.items()
+        )
+    )
     checkpoints = Checkpoints(options.checkpoints, processes)
     if processes.main:
         # Every process has read the old one: it was here when the folder was made.
@@ -139,6 +147,7 @@ def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int
     with Progress("training", config.steps, tokens_per_step) as progress:
         state = trainer.run(state, first_step, on_step)
     metrics.close()
+    calls = handler_calls()
     done = metrics.records[-1].step + 1
     checkpoints.save(done, state)
     checkpoints.close()
@@ -147,7 +156,7 @@ def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int
             _say_how_to_resume(options, done)
         return _EXIT_INTERRUPTED
     valid_loss = trainer.validate(state["params"])
-    final = jax.device_get(state["params"]) if options.parity else None
+    final = jax.device_get(state["params"])
     # What follows one process does alone, with XLA.
     jax_ulysses.finalize()
     if not processes.main:
@@ -159,9 +168,11 @@ def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int
         valid_loss,
     )
     mine = [r for r in metrics.records if r.step >= first_step]
-    summary = _summary(options, trainer, metrics.records, state) | {
+    summary = run_summary(options, trainer, metrics.records, state) | {
         "valid_loss": round(valid_loss, 4),
         "tokens_per_s": _rounded(tokens_per_s(mine, tokens_per_step)),
+        "handler_calls": calls,
+        "params_sha256": fingerprint(final),
         "parity": None,
     }
     if options.parity and mine and not interrupt.requested:
@@ -192,29 +203,6 @@ def _reference(trainer: Trainer, processes: Processes) -> Trainer:
     )
     devices = None if processes.count == 1 else jax.local_devices()
     return Trainer(plain, trainer.corpus, devices)
-
-
-def _summary(
-    options: Options, trainer: Trainer, records: list[StepRecord], state
-) -> dict[str, Any]:
-    config = options.config
-    first, last = records[0].loss, records[-1].loss
-    return {
-        "preset": config.preset,
-        "parameters": sum(p.size for p in jax.tree.leaves(state["params"])),
-        "devices": trainer.mesh.size,
-        "platform": jax.devices()[0].platform,
-        "mesh": dict(trainer.mesh.shape),
-        "token_order": config.token_order.value,
-        "dtype": config.dtype,
-        "processes": jax.process_count(),
-        "implementation": jax_ulysses.taken_implementations(),
-        "steps": config.steps,
-        "first_loss": round(first, 4),
-        "last_loss": round(last, 4),
-        "loss_fell_by": round(1 - last / first, 4),
-        "out": str(options.out),
-    }
 
 
 def _rounded(value: float | None) -> int | None:

@@ -180,6 +180,12 @@ class Trainer:
                 self._compiled = step.lower(self.abstract_state(), *batch).compile()
         return self._compiled
 
+    def step_memory(self) -> dict[str, int]:
+        """Bytes that XLA plans for a step on one device, without the heap."""
+        plan = self.compile().memory_analysis()
+        sizes = plan.argument_size_in_bytes, plan.temp_size_in_bytes
+        return dict(zip(("arguments", "temporaries"), sizes))
+
     def _train_batch(self, step: int):
         config = self.config
         return data.train_batch(
