@@ -11,11 +11,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
 
-from jax_ulysses import mosaic, native, reference
+from jax_ulysses import mosaic, mosaic_remote, native, reference
 from jax_ulysses.config import config
 from jax_ulysses.spec import Request
 
-type ImplementationName = Literal["cuda", "pallas", "xla", "host"]
+type ImplementationName = Literal["cuda", "pallas", "xla", "host", "pallas_remote"]
 type Implementation = ImplementationName | Sequence[ImplementationName] | None
 
 _logger = logging.getLogger("jax_ulysses")
@@ -42,12 +42,13 @@ class Backend(Protocol):
 
 # None tries _DEFAULT. "pallas" is not in it until it has been faster than "xla" on
 # several GPUs: alone it is, but it does an all-to-all a segment where "xla" does one.
-# "host" is for tests.
+# "host" is for tests, "pallas_remote" has never run.
 _BACKENDS: dict[str, Any] = {
     "cuda": native.cuda,
     "pallas": mosaic,
     "xla": reference,
     "host": native.host,
+    "pallas_remote": mosaic_remote,
 }
 _DEFAULT = ("cuda", "xla")
 assert tuple(_BACKENDS) == get_args(ImplementationName.__value__)

@@ -65,19 +65,31 @@ def gemm_a2a(
     batch element in contiguous order. Otherwise XLA puts the tokens in order: blocks
     arrive by source, and sources are not the outermost dimension of the result.
     """
+    return project_and_exchange(ex, x, w, bias, w_transposed, _exchange(ex))
+
+
+def project_and_exchange(
+    ex: HeadExchange,
+    x: Array,
+    w: Array,
+    bias: Array | None,
+    w_transposed: bool,
+    exchange: Exchange,
+    **kwargs: Any,
+) -> tuple[Array, ...]:
+    """``gemm_a2a`` by any exchange of blocks, and any arguments of the kernel."""
     layout, projections = _pallas()
     batch, tokens = x.shape[:2]
-    out = layout.segments_of(ex.heads, ex.head_dim, ex.num_ranks, copies=True)
     blocks = projections.project_to_blocks(
         x.reshape(batch * tokens, -1),
         w,
         bias,
-        out,
+        layout.segments_of(ex.heads, ex.head_dim, ex.num_ranks, copies=True),
         w_transposed=w_transposed,
         num_sms=_num_sms(ex),
+        **kwargs,
     )
     blocks = _vary(blocks, x, w, bias)
-    exchange = _exchange(ex)
     results = []
     for block, local in zip(blocks, ex.local_heads):
         arrived = exchange(block)

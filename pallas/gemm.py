@@ -2,7 +2,7 @@
 """Launches the GEMM of ``gemm_mgpu``: operands, results, shared memory, barriers."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ def gemm(
     plan: Plan,
     *,
     num_sms: int,
+    body: Callable[..., None] = cta,
     interpret=None,
 ) -> tuple[jax.Array, ...]:
     """Multiplies segments by a matrix into segments.
@@ -38,6 +39,7 @@ def gemm(
       bias: [N] or None.
       plan: see there.
       num_sms: CTAs to launch, one an SM.
+      body: of a warpgroup, as ``gemm_mgpu.cta``.
       interpret: Pallas's interpret parameters, to run on a CPU.
 
     Returns:
@@ -72,7 +74,7 @@ def gemm(
         for s in plan.out
     ]
     kernel = plgpu.kernel(
-        functools.partial(cta, plan=plan),
+        functools.partial(body, plan=plan),
         out_type=out_type,
         scratch_types=scratch,
         grid=(max(num_sms // config.cluster, 1),),

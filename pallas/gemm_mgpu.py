@@ -34,8 +34,28 @@ from jax_ulysses.pallas.plan import Plan
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 
 
-def cta(*refs, plan: Plan, a_smem, w_smem, out_smem, full, empty):
-    """The body of every warpgroup of every CTA."""
+def store_locally(piece_smem, ref, block, rows, columns) -> None:
+    """Starts the store of a piece into block ``block`` of a result."""
+    plgpu.copy_smem_to_gmem(
+        piece_smem, ref.at[block, rows, columns], commit_group=False
+    )
+
+
+def cta(
+    *refs, plan: Plan, a_smem, w_smem, out_smem, full, empty, store=store_locally
+) -> None:
+    """The body of every warpgroup of every CTA.
+
+    Args:
+      *refs: operands, then results, as ``gemm.gemm`` passes them.
+      plan: what to compute.
+      a_smem: [stages, rows, columns].
+      w_smem: [stages, ...], a tile as it lies in memory.
+      out_smem: [consumers, slots, rows, columns] of the epilogue.
+      full: a barrier a stage.
+      empty: a barrier a stage.
+      store: what stores a piece of a block, as ``store_locally``.
+    """
     a_refs, rest = refs[: len(plan.a)], refs[len(plan.a) :]
     w_ref, rest = rest[0], rest[1:]
     bias_ref, out_refs = (rest[0], rest[1:]) if plan.has_bias else (None, rest)
@@ -49,7 +69,13 @@ def cta(*refs, plan: Plan, a_smem, w_smem, out_smem, full, empty):
     @pl.when(wg < CONSUMERS)
     def _():
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        _consume(wg, bias_ref, out_refs, a_smem, w_smem, out_smem, full, empty, plan)
+        store_piece = functools.partial(
+            _store_piece, out_refs=out_refs, plan=plan, store=store
+        )
+        epilogue = functools.partial(
+            _store_tile, bias_ref, out_smem.at[wg], store_piece, plan
+        )
+        _consume(wg, a_smem, w_smem, full, empty, epilogue, plan)
 
 
 def _for_each_tile(plan: Plan, body) -> None:
@@ -114,7 +140,7 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
         plgpu.barrier_wait(empty.at[slot])
 
 
-def _consume(wg, bias_ref, out_refs, a_smem, w_smem, out_smem, full, empty, plan):
+def _consume(wg, a_smem, w_smem, full, empty, epilogue, plan: Plan):
     config = plan.config
     rows, columns = slice(None), slice(None)
     if config.split == "m":
@@ -154,23 +180,21 @@ def _consume(wg, bias_ref, out_refs, a_smem, w_smem, out_smem, full, empty, plan
             lax.fori_loop(1, plan.k_steps, one_step, None)
             plgpu.wgmma_wait(0)
             release(plan.k_steps - 1)
-            store(acc[...], m, n)
-
-    def store(acc, m, n):
-        if config.split == "m":
-            m = m + wg * config.group_m
-        else:
-            n = n + wg * config.group_n
-        _store_tile(acc, m, n, bias_ref, out_refs, out_smem.at[wg], plan)
+            if config.split == "m":
+                epilogue(acc[...], m + wg * config.group_m, n)
+            else:
+                epilogue(acc[...], m, n + wg * config.group_n)
 
     _for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _store_tile(acc, m, n, bias_ref, out_refs, out_smem, plan: Plan):
+def _store_tile(bias_ref, out_smem, store_piece, plan: Plan, acc, m, n):
     """Adds the bias, rounds once, and stores [rows, columns] piece by piece."""
     piece = out_smem.shape[-1]
     slot = 0
+    # The tile before may have ended in the slot in which this one begins.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for column in range(0, acc.shape[1], piece):
         for row in range(0, acc.shape[0], EPILOGUE_ROWS):
             value = acc[row : row + EPILOGUE_ROWS, column : column + piece]
@@ -187,12 +211,12 @@ def _store_tile(acc, m, n, bias_ref, out_refs, out_smem, plan: Plan):
             plgpu.wait_smem_to_gmem(EPILOGUE_SLOTS - 1, wait_read_only=True)
             out_smem[slot] = value.astype(plan.dtype)
             plgpu.commit_smem()
-            _store_piece(out_smem.at[slot], out_refs, m + row, n + column, plan)
+            store_piece(out_smem.at[slot], m + row, n + column)
             plgpu.commit_smem_to_gmem_group()
             slot = (slot + 1) % EPILOGUE_SLOTS
 
 
-def _store_piece(piece_smem, out_refs, m, n, plan: Plan):
+def _store_piece(piece_smem, m, n, *, out_refs, plan: Plan, store):
     """Stores a piece wherever its columns belong; nowhere if they are past the end."""
     rows, piece = piece_smem.shape
     for ref, segment in zip(out_refs, plan.out):
@@ -202,12 +226,5 @@ def _store_piece(piece_smem, out_refs, m, n, plan: Plan):
             block = lax.div(n - segment.start, segment.width)
             column = n - segment.start - block * segment.width
             for copy in range(segment.copies):
-                plgpu.copy_smem_to_gmem(
-                    piece_smem,
-                    ref.at[
-                        block * segment.copies + copy,
-                        pl.ds(m, rows),
-                        pl.ds(column, piece),
-                    ],
-                    commit_group=False,
-                )
+                stored = block * segment.copies + copy
+                store(piece_smem, ref, stored, pl.ds(m, rows), pl.ds(column, piece))

@@ -4,7 +4,7 @@
 What a caller does with the blocks (an all-to-all) is its business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax_ulysses.pallas import config as configs
 from jax_ulysses.pallas.config import ROW_MULTIPLE, GemmConfig
 from jax_ulysses.pallas.gemm import gemm
+from jax_ulysses.pallas.gemm_mgpu import cta
 from jax_ulysses.pallas.layout import Segment, matrix
 from jax_ulysses.pallas.plan import Plan
 
@@ -25,6 +26,7 @@ def project_to_blocks(
     w_transposed: bool,
     num_sms: int,
     config: GemmConfig | None = None,
+    body: Callable[..., None] = cta,
     interpret=None,
 ) -> tuple[jax.Array, ...]:
     """x @ w (+ bias), stored as blocks for an all-to-all.
@@ -37,6 +39,7 @@ def project_to_blocks(
       w_transposed: multiply by the transpose of ``w``.
       num_sms: SMs to use.
       config: the tiling; None for the best that is known for the shape.
+      body: of the kernel, as ``gemm_mgpu.cta``.
       interpret: Pallas's interpret parameters, to run on a CPU.
 
     Returns:
@@ -45,9 +48,18 @@ def project_to_blocks(
     Raises:
       NotImplementedError: the kernel cannot, with the numbers.
     """
-    a = matrix(x.shape[1])
-    parts = [x[None]]
-    return _project(parts, w, bias, a, out, w_transposed, num_sms, config, interpret)
+    return _project(
+        [x[None]],
+        w,
+        bias,
+        matrix(x.shape[1]),
+        out,
+        config,
+        w_transposed=w_transposed,
+        num_sms=num_sms,
+        body=body,
+        interpret=interpret,
+    )
 
 
 def project_from_blocks(
@@ -81,7 +93,15 @@ def project_from_blocks(
     """
     columns = w.shape[0 if w_transposed else 1]
     (result,) = _project(
-        parts, w, bias, a, matrix(columns), w_transposed, num_sms, config, interpret
+        parts,
+        w,
+        bias,
+        a,
+        matrix(columns),
+        config,
+        w_transposed=w_transposed,
+        num_sms=num_sms,
+        interpret=interpret,
     )
     return result[0]
 
@@ -101,7 +121,7 @@ def refusal(
     return configs.refusal(config, a, out, dtype, w_transposed=w_transposed)
 
 
-def _project(parts, w, bias, a, out, w_transposed, num_sms, config, interpret):
+def _project(parts, w, bias, a, out, config, *, w_transposed, num_sms, **kwargs):
     rows, dtype = parts[0].shape[1], parts[0].dtype
     config = config or configs.choose(rows, out[-1].stop, a[-1].stop, num_sms)
     reason = configs.refusal(config, a, out, dtype.name, w_transposed=w_transposed)
@@ -120,5 +140,5 @@ def _project(parts, w, bias, a, out, w_transposed, num_sms, config, interpret):
         config=config,
         dtype=dtype,
     )
-    results = gemm(parts, w, bias, plan, num_sms=num_sms, interpret=interpret)
+    results = gemm(parts, w, bias, plan, num_sms=num_sms, **kwargs)
     return tuple(r[:, :rows] for r in results) if padding else results
