@@ -185,11 +185,7 @@ def find(axes: tuple[str, ...]) -> Group:
 
 
 def handler_calls() -> int:
-    """Calls of all groups' handlers in this process so far.
-
-    Replays of CUDA graphs do not call a handler: fewer calls than a program makes show
-    that XLA has captured some.
-    """
+    """Calls of all groups' handlers in this process; replays of graphs make none."""
     sessions = [g.session for g in _groups.values() if g.session is not None]
     return sum(heaps.calls(session) for session in sessions)
 
