@@ -19,6 +19,7 @@ There is no deadline: if a rank does not come, the others wait for ever.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from jax import lax
 from jax.experimental import pallas as pl
@@ -47,7 +48,7 @@ def _cta(*refs, axis_name: str, num_ranks: int, **kwargs):
     # TMA needs the address of each peer before the launch, so who is who is written
     # as an offset from the own rank, which the host knows.
     peers = [lax.rem(rank + i, num_ranks) for i in range(num_ranks)]
-    done = pl.get_global(plgpu.SemaphoreType.REGULAR)
+    done: Any = pl.get_global(plgpu.SemaphoreType.REGULAR)
 
     def store(piece_smem, ref, block, rows, columns):
         for offset, peer in enumerate(peers):
