@@ -93,8 +93,8 @@ def sums_along_both_axes(rank):
     value, gradient = jax.jit(mapped)(place(mesh, x, spec))
     total = np.square(x.astype(np.float64)).sum(0)
     np.testing.assert_allclose(_local(value)[0], np.sin(total).sum(), rtol=1e-4)
-    assert (error := worst_error(gradient, np.cos(total) * 2 * x)) < 1e-5
-    return {"gradient_error": error}
+    assert worst_error(gradient, np.cos(total) * 2 * x) < 1e-5
+    return None
 
 
 def weight_gradients(rank):

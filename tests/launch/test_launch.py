@@ -10,8 +10,6 @@ import time
 
 import pytest
 
-from jax_ulysses import launch
-
 LAUNCH = [sys.executable, "-m", "jax_ulysses.launch"]
 
 
@@ -197,45 +195,6 @@ def test_a_module_and_its_arguments(tmp_path):
     assert result.stdout == "['--flag', '-n', '7']\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "visible", "message"),
-    [
-        (["-n", "2", "nothing.py"], "0,1", "no such file: nothing.py"),
-        (["-n", "3", __file__], "0,1", "3 processes, but 2 GPUs are visible"),
-        (["-n", "0", __file__], "0,1", "-n must be at least 1, got 0"),
-        ([__file__], "", "how many processes? Say -n"),
-        (["--cpu", __file__], "0,1", "how many processes? Say -n"),
-    ],
-)
-def test_wrong_arguments(arguments, visible, message, monkeypatch, capsys):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert launch.main(arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_environments(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--a=1 --xla_force_host_platform_device_count=8")
-    base = {"KEPT": "yes", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    env = {
-        mode: launch.process_environment(3, 4, 1234, mode, base)
-        for mode in ("gpus", "one-gpu", "cpu")
-    }
-    for found in env.values():
-        assert found["KEPT"] == "yes"
-        assert found["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-        assert found["JAX_COORDINATOR_ADDRESS"] == "127.0.0.1:1234"
-        assert found["JAX_ULYSSES_PROCESS_ID"] == "3"
-        assert found["JAX_ULYSSES_NUM_PROCESSES"] == "4"
-    assert env["gpus"]["JAX_LOCAL_DEVICE_IDS"] == "3"
-    assert env["one-gpu"]["JAX_LOCAL_DEVICE_IDS"] == "0"
-    assert "JAX_LOCAL_DEVICE_IDS" not in env["cpu"]
-    assert env["gpus"]["XLA_FLAGS"] == env["one-gpu"]["XLA_FLAGS"] == "--a=1"
-    assert env["cpu"]["JAX_PLATFORMS"] == "cpu"
-    # All four pools together leave room for heaps and contexts.
-    assert 4 * float(env["one-gpu"]["XLA_PYTHON_CLIENT_MEM_FRACTION"]) <= 0.5
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in env["gpus"]
-
-
 FAKE_MPS = """#!/bin/sh
 echo "$@" >> "$LOG"
 if [ "$1" = -d ]; then exit 0; fi
@@ -270,48 +229,3 @@ def test_one_gpu_without_the_service(tmp_path):
     code, _, err = _run(tmp_path, "", "--one-gpu", n=2, env={"PATH": "/nothing"})
     assert code == 2
     assert "nvidia-cuda-mps-control is not on the PATH" in err
-
-
-def test_slurm_tasks_join(tmp_path):
-    """What srun sets for two tasks on this host, without SLURM."""
-    program = tmp_path / "task.py"
-    program.write_text(
-        "import os\n"
-        "from jax_ulysses import launch\n"
-        "index, count = launch.join()\n"
-        "import jax\n"
-        "assert (index, count) == (jax.process_index(), 2) == "
-        "(int(os.environ['SLURM_PROCID']), jax.process_count())\n"
-    )
-    job = str(os.getpid())
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, str(program)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "JAX_PLATFORMS": "cpu",
-                "SLURM_JOB_ID": job,
-                "SLURM_STEP_NODELIST": "localhost",
-                "SLURM_STEP_NUM_NODES": "1",
-                "SLURM_STEP_NUM_TASKS": "2",
-                "SLURM_NTASKS": "2",
-                "SLURM_PROCID": str(index),
-                "SLURM_LOCALID": str(index),
-            },
-        )
-        for index in range(2)
-    ]
-    for task in tasks:
-        _, err = task.communicate(timeout=60)
-        assert task.returncode == 0, err
-
-
-def test_alone(monkeypatch):
-    for name in ("JAX_ULYSSES_NUM_PROCESSES", "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.delenv(name, raising=False)
-    assert launch.join() == (0, 1)
-    # The batch script of a job runs outside of its steps.
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    assert launch.join() == (0, 1)
