@@ -7,21 +7,19 @@ collectives cannot run because ranks share a GPU, the exchange kernel of ``cuda`
 carries the blocks, and the rest is the same.
 """
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from jax_ulysses import group, native, reference, sharding
+from jax_ulysses import blocks, native, reference, sharding
 from jax_ulysses._typing import Array
 from jax_ulysses.order import global_order, shard_order
-from jax_ulysses.spec import HeadExchange, Request, TokenOrder
+from jax_ulysses.spec import HeadExchange, Request
 
-type Exchange = Callable[[Array], Array]
+type Exchange = Callable[[HeadExchange, Array], Array]
 
 _HOPPER = re.compile(r"\b(H100|H200|H800|H20|GH200)\b")
 
@@ -39,9 +37,7 @@ def check(request: Request) -> None:
         reason = _refusal(request)
         if reason is not None:
             raise NotImplementedError(reason)
-    if _heap_plan(request.exchange) is not None:
-        for moved in _moved(request):
-            native.cuda.check(moved)
+    blocks.check(request)
 
 
 def scatter(ex: HeadExchange, parts: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -65,7 +61,7 @@ def gemm_a2a(
     batch element in contiguous order. Otherwise XLA puts the tokens in order: blocks
     arrive by source, and sources are not the outermost dimension of the result.
     """
-    return project_and_exchange(ex, x, w, bias, w_transposed, _exchange(ex))
+    return project_and_exchange(ex, x, w, bias, w_transposed, blocks.exchange)
 
 
 def project_and_exchange(
@@ -80,7 +76,7 @@ def project_and_exchange(
     """``gemm_a2a`` by any exchange of blocks, and any arguments of the kernel."""
     layout, projections = _pallas()
     batch, tokens = x.shape[:2]
-    blocks = projections.project_to_blocks(
+    sent = projections.project_to_blocks(
         x.reshape(batch * tokens, -1),
         w,
         bias,
@@ -89,10 +85,9 @@ def project_and_exchange(
         num_sms=_num_sms(ex),
         **kwargs,
     )
-    blocks = _vary(blocks, x, w, bias)
     results = []
-    for block, local in zip(blocks, ex.local_heads):
-        arrived = exchange(block)
+    for block, local in zip(_vary(sent, x, w, bias), ex.local_heads):
+        arrived = exchange(ex, block)
         arrived = arrived.reshape(ex.num_ranks, batch, tokens, local, ex.head_dim)
         results.append(global_order(arrived, ex.token_order))
     return tuple(results)
@@ -115,13 +110,12 @@ def a2a_gemm(
     """
     del want_gathered
     layout, projections = _pallas()
-    exchange = _exchange(ex)
     batch, length = parts[0].shape[:2]
     tokens = length // ex.num_ranks
     arrived = []
     for part, copies in zip(parts, ex.replicas):
         send = shard_order(part, ex.num_ranks, ex.token_order)
-        block = exchange(send.reshape(ex.num_ranks, batch * tokens, -1))
+        block = blocks.exchange(ex, send.reshape(ex.num_ranks, batch * tokens, -1))
         if copies > 1:
             block = block.reshape(-1, copies, *block.shape[1:])
             block = jnp.sum(block, axis=1, dtype=jnp.float32).astype(part.dtype)
@@ -163,75 +157,13 @@ def _refusal(request: Request) -> str | None:
     )
 
 
-def _exchange(ex: HeadExchange) -> Exchange:
-    """What moves [P, ...], block p to rank p, and returns [P, ...] by source."""
-    if ex.num_ranks == 1:
-        return lambda blocks: blocks
-    if _heap_plan(ex) is not None:
-        return lambda blocks: _through_heap(ex, blocks)
-
-    def all_to_all(blocks):
-        return lax.all_to_all(
-            blocks, ex.axis_name, split_axis=0, concat_axis=0, tiled=True
-        )
-
-    return all_to_all
-
-
-def _through_heap(ex: HeadExchange, blocks: Array) -> Array:
-    """The same by the exchange kernel, to which a block is a head of its width."""
-    one_head = _as_heads(ex, blocks.shape[2])
-    heads = jnp.moveaxis(blocks, 0, 1)[None]  # [1, rows, P, width]
-    (arrived,) = native.cuda.scatter(one_head, (heads,))
-    return arrived.reshape(blocks.shape)
-
-
-def _as_heads(ex: HeadExchange, width: int) -> HeadExchange:
-    return dataclasses.replace(
-        ex,
-        heads=(ex.num_ranks,),
-        head_dim=width,
-        token_order=TokenOrder.CONTIGUOUS,
-    )
-
-
-def _moved(request: Request) -> list[Request]:
-    """What the exchange kernel is asked for, if it carries a projection's blocks."""
-    ex = request.exchange
-    if request.dataflow in ("scatter", "gather"):
-        return [request]
-    batch, length = request.shapes[0][:2]
-    rows = batch * length // (1 if request.dataflow == "gemm_a2a" else ex.num_ranks)
-    return [
-        dataclasses.replace(
-            request,
-            dataflow="scatter",
-            exchange=_as_heads(ex, local * ex.head_dim),
-            shapes=((1, rows, ex.num_ranks, local * ex.head_dim),),
-        )
-        for local in ex.local_heads
-    ]
-
-
 def _plain(ex: HeadExchange) -> Any:
-    return reference if _heap_plan(ex) is None else native.cuda
-
-
-def _heap_plan(ex: HeadExchange):
-    """The plan of a peer group whose ranks share a GPU, or None.
-
-    XLA's all-to-all is NCCL's, which refuses two ranks on one GPU.
-    """
-    try:
-        plan = group.find(ex.axis_name).plan
-    except NotImplementedError:
-        return None
-    return plan if plan.ranks_per_device > 1 else None
+    return reference if blocks.heap_plan(ex) is None else native.cuda
 
 
 def _num_sms(ex: HeadExchange) -> int:
     """SMs that a GEMM may take: all, or the rank's share of a GPU."""
-    plan = _heap_plan(ex)
+    plan = blocks.heap_plan(ex)
     device = _device()
     count = getattr(device, "num_cores", None) or getattr(device, "core_count", 1)
     return (plan.sm_budget if plan is not None else 0) or count

@@ -49,6 +49,6 @@ def gemm_a2a(
         w,
         bias,
         w_transposed,
-        lambda blocks: blocks,
+        lambda ex, blocks: blocks,
         body=into_peers(ex.axis_name[0], ex.num_ranks),
     )

@@ -5,11 +5,15 @@ The kernels themselves are replaced by plain dots (``on_cpu``), so that all rank
 run on CPU devices; tests/pallas/test_kernels.py has the kernels.
 """
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 import jax_ulysses as ju
+from jax_ulysses import blocks, group
+from jax_ulysses.spec import HeadExchange, Request
 from tests.helpers import hlo
 from tests.helpers.projection_cases import Case
 from tests.helpers.worlds import world
@@ -77,3 +81,46 @@ def test_collectives():
     both = hlo.of(w.vjp(call, in_specs, out_specs), operands, cts)
     assert both.exchanges == 6
     assert set(both.others) == {"all-reduce"}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("operator", ["qkv_proj_a2a", "a2a_out_proj"])
+def test_blocks_through_the_heap(operator, monkeypatch):
+    """As on ranks that share a GPU, with the exchange handlers of ``host``."""
+    w = world("cp4")
+    monkeypatch.setattr(blocks.native, "cuda", blocks.native.host)
+    ju.initialize(w.mesh, w.axes, 8 << 20)
+    try:
+        plan = dataclasses.replace(group.find(w.axes).plan, ranks_per_device=4)
+        monkeypatch.setattr(blocks, "heap_plan", lambda ex: plan)
+        case = Case(operator, 2, 6, 24, 8, 2, 10, zigzag=True)
+        case.check(w, "pallas")
+        (in_specs, out_specs), call = case.specs(w), case.call("cp", "pallas")
+        operands = w.place(case.operands(4), in_specs)
+        found = hlo.of(jax.jit(w.shard_map(call, in_specs, out_specs)), *operands)
+        assert found.count["all-to-all"] == 0
+        assert found.fused.total() == (3 if operator == "qkv_proj_a2a" else 1)
+    finally:
+        ju.finalize()
+
+
+@pytest.mark.parametrize("dataflow", ["gemm_a2a", "a2a_gemm"])
+def test_what_the_exchange_kernel_is_asked_for(dataflow):
+    """One head a rank, as wide as a block; B * T rows."""
+    scattered = dataflow == "gemm_a2a"
+    x = (2, 6, 24) if scattered else (2, 24, 2, 10)
+    request = Request(
+        operator="any",
+        dataflow=dataflow,
+        exchange=HeadExchange((8, 2), 10, 4, ("cp",)),
+        w_transposed=False,
+        platform="cuda",
+        dtype="bfloat16",
+        shapes=(x, (24, 100)),
+    )
+    moved = blocks._moved(request)
+    assert [r.shapes for r in moved] == [((1, 12, 4, 20),), ((1, 12, 4, 10),)]
+    assert [(r.exchange.heads, r.exchange.head_dim) for r in moved] == [
+        ((4,), 20),
+        ((4,), 10),
+    ]
