@@ -171,7 +171,9 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
 
     def offer():
         _require_kernels()
-        devices = [_targets().device_uuid(ordinal) for ordinal, _, _ in plan.members]
+        uuid_of = _targets().device_uuid
+        assert uuid_of is not None, "a build with kernels has it"
+        devices = [uuid_of(ordinal) for ordinal, _, _ in plan.members]
         return {
             "plan": plan.summary(),
             "session": next(_sessions),

@@ -22,10 +22,11 @@ from jax._src import distributed
 
 from jax_ulysses.launch_workers import Signals, Worker, say, supervise
 from jax_ulysses.testing.mps import CONTROL, Mps
-from jax_ulysses.testing.rigs import environment_of
+from jax_ulysses.testing.rigs import Rig, environment_of
 
 _INDEX, _COUNT = "JAX_ULYSSES_PROCESS_ID", "JAX_ULYSSES_NUM_PROCESSES"
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
+_RIGS: dict[str, Rig] = {"gpus": "processes", "one-gpu": "shared", "cpu": "cpu"}
 
 
 def join() -> tuple[int, int]:
@@ -71,8 +72,7 @@ def process_environment(
       base: what they are added to. A variable that is there stays, but for the
         ones that say who the process is.
     """
-    rig = {"gpus": "processes", "one-gpu": "shared", "cpu": "cpu"}[mode]
-    ours = environment_of(rig, 1 if mode == "cpu" else count)
+    ours = environment_of(_RIGS[mode], 1 if mode == "cpu" else count)
     env = {**ours, **base, "XLA_FLAGS": ours["XLA_FLAGS"]}
     address = f"127.0.0.1:{port}"
     env |= {
@@ -216,13 +216,15 @@ def _mps_ends_with_us(env):
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+    pipe = keeper.stdin
+    assert pipe is not None
     try:
         yield
     finally:
         # The caller stops the service itself.
         keeper.send_signal(signal.SIGKILL)
         keeper.wait()
-        keeper.stdin.close()
+        pipe.close()
 
 
 def _free_port() -> int:

@@ -65,9 +65,11 @@ class _Native:
 
     def psum(self, axes: tuple[str, ...], vectors: tuple[Array, ...], **types):
         """Sums over the ranks of the group along ``axes``; see ``reductions.psum``."""
+        session = group.find(axes).session
+        assert session is not None, "reductions.heap_axes takes groups with a heap"
         return _targets().psum(
             vectors,
-            group=group.find(axes).session,
+            group=session,
             axis_name=axes,
             around=self._around(),
             **types,
