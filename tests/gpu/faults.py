@@ -87,10 +87,16 @@ def fault_other_call(rank):
     return _meets_fault(rank, 1, lambda: _inject(rank, 1, "shape"), ["disagree"])
 
 
+# XLA's processes share the work of autotuning: if one compiles another program, they
+# wait for each other in the compiler without end.
+OWN_PROGRAMS = "--xla_gpu_shard_autotuning=false"
+
+
 def _own_array(rank, **kwargs):
     """A call in which the process with rank 1 brings an array of its own."""
     if len({d.process_index for d in rank.mesh.devices}) == 1:
         return {"not_run": "one process runs one program on all ranks"}
+    assert OWN_PROGRAMS in os.environ.get("XLA_FLAGS", ""), "else this hangs in XLA"
 
     def call(rank, x):
         own = rank.mesh.devices[1].process_index == jax.process_index()

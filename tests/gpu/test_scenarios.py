@@ -5,10 +5,11 @@ import pytest
 
 from tests.gpu import scenarios
 from tests.gpu.conftest import RANKS, RIG
+from tests.gpu.faults import OWN_PROGRAMS
 
 NAMES = [s.__name__ for s in scenarios.SCENARIOS]
 # Every call in a CUDA graph, however small the program is.
-FLAGS = "--xla_gpu_graph_min_graph_size=1"
+FLAGS = f"--xla_gpu_graph_min_graph_size=1 {OWN_PROGRAMS}"
 _results: dict[int, list] = {}
 
 
