@@ -26,6 +26,10 @@ from jax_ulysses.testing.rigs import Rig, environment_of
 
 _INDEX, _COUNT = "JAX_ULYSSES_PROCESS_ID", "JAX_ULYSSES_NUM_PROCESSES"
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
+# Turned off on a shared GPU. XLA makes CUDA graphs while a program runs, inside of a
+# loop in its second iteration; the driver did not return from that while the kernels
+# of seven other ranks waited for this one (P=8, seen twice, not with P=2).
+_GRAPHS = "--xla_gpu_enable_command_buffer"
 _RIGS: dict[str, Rig] = {"gpus": "processes", "one-gpu": "shared", "cpu": "cpu"}
 
 
@@ -73,7 +77,10 @@ def process_environment(
         ones that say who the process is.
     """
     ours = environment_of(_RIGS[mode], 1 if mode == "cpu" else count)
-    env = {**ours, **base, "XLA_FLAGS": ours["XLA_FLAGS"]}
+    flags = ours["XLA_FLAGS"]
+    if mode == "one-gpu" and _GRAPHS not in flags:
+        flags = f"{flags} {_GRAPHS}=".strip()
+    env = {**ours, **base, "XLA_FLAGS": flags}
     address = f"127.0.0.1:{port}"
     env |= {
         _INDEX: str(index),
