@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ulysses import dispatch, spec
+from jax_ulysses.report import describe
 from jax_ulysses.selftest import local_group, self_test
 from jax_ulysses.spec import HeadExchange, Request
 
@@ -72,24 +73,28 @@ def versions() -> dict[str, str | None]:
 def devices() -> dict[str, Any]:
     """The devices JAX sees, and whether they are peers of one process."""
     found = jax.devices()
+    peers, heap = _peers(found)
     return {
         "platform": found[0].platform,
         "kind": found[0].device_kind,
         "count": len(found),
         "processes": jax.process_count(),
         "in_this_process": len(jax.local_devices()),
-        "peers": _peers(found),
+        "peers": peers,
+        "heap": heap,
     }
 
 
-def _peers(found) -> str:
-    """Whether the devices of this process can form a peer group, or why not."""
+def _peers(found) -> tuple[str, str | None]:
+    """Whether the devices of this process can form a peer group; its heap, or None."""
     with local_group(len(jax.local_devices())) as (_, report):
         if report is None:
-            return "not examined: this process has peer groups already"
+            return "not examined: this process has peer groups already", None
         name = "host" if found[0].platform == "cpu" else "cuda"
         reason = report.unavailable.get(name)
-    return f"no group for {name}: {reason}" if reason else f"ready for {name}"
+    if reason:
+        return f"no group for {name}: {reason}", None
+    return f"ready for {name}", describe(report)
 
 
 def built() -> dict[str, Any]:

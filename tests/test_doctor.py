@@ -31,6 +31,7 @@ def test_report_as_json(doctor):
     assert report["versions"]["jax-ulysses"] == jax_ulysses.__version__
     assert report["devices"]["count"] == 8
     assert report["devices"]["peers"] == "ready for host"
+    assert "2 slots of 32.0 MiB for data" in report["devices"]["heap"]
     assert report["built"]["extension"] is True
     plan = report["plan"]
     assert (plan["N"], plan["K"], plan["H"], plan["D"]) == (64, 4, 128, 4096)
