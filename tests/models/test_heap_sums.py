@@ -117,3 +117,28 @@ def test_a_reduction_that_is_not_possible_is_refused(train_config, corpus):
     trainer = Trainer(train_config(reductions="heap"), corpus)
     with pytest.raises(NotImplementedError, match=r"no peer group with a heap along"):
         trainer.compile()
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(heap_trainer):
+    """Two micro-batches, donated accumulators, on a dp x cp mesh."""
+    trainer = heap_trainer()
+    tokens, targets = trainer._train_batch(0)
+    with jax.set_mesh(trainer.mesh):
+        params = trainer.init_state()["params"]
+
+        def add(total, params, *batch):
+            _, grads = trainer._loss_and_grads(params, *batch)
+            return jax.tree.map(lambda t, g: t + g / 2, total, grads)
+
+        whole = jax.jit(trainer._loss_and_grads)
+        _, expected = whole(params, *trainer.put_batch(tokens, targets))
+        add = jax.jit(add, donate_argnums=0)
+        total = jax.tree.map(jax.numpy.zeros_like, params)
+        for half in (slice(0, None, 2), slice(1, None, 2)):
+            donated = total
+            batch = trainer.put_batch(tokens[half], targets[half])
+            total = add(donated, params, *batch)
+            assert all(leaf.is_deleted() for leaf in jax.tree.leaves(donated))
+    for a, b in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
+        scale = np.abs(np.asarray(b)).max()
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * scale)
