@@ -5,13 +5,11 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ulysses as ju
-from jax_ulysses import dispatch, native
+from jax_ulysses import native
 from jax_ulysses.ffi import targets
 from jax_ulysses.testing import abstract_gpu_mesh, dry_group
 from tests.helpers.worlds import abstract
@@ -191,7 +189,7 @@ def _replicated_gradient(x, w, implementation):
     return jax.grad(loss, argnums=(0, 1))(x, w)
 
 
-def test_copies_of_heads_are_summed_by_the_exchange(mesh):
+def test_copies_of_heads_are_summed_by_the_fused_kernel(mesh):
     x = abstract(mesh, (2, 128, 64), jnp.bfloat16, SEQUENCE)
     w = abstract(mesh, (64, 12 * 16), jnp.bfloat16)
     text = _lower(
@@ -202,43 +200,5 @@ def test_copies_of_heads_are_summed_by_the_exchange(mesh):
         x,
         w,
     )
-    assert _targets_of(text) == [targets.GEMM_A2A, targets.EXCHANGE]
-    assert re.search(r"direction = 1 : i64.*sum_replicas = 1 : i64", text)
-
-
-def test_copies_of_heads_are_summed_right(monkeypatch):
-    """The route of ``cuda``, its calls carried out by the CPU handlers."""
-
-    class OnThreads(type(native.cuda)):
-        def __init__(self):
-            super().__init__("host", "cpu")
-
-        def _around(self):
-            return None
-
-    monkeypatch.setattr(targets, "can_implement", lambda **_: None)
-    monkeypatch.setitem(dispatch._BACKENDS, "host", OnThreads())
-    mesh = jax.make_mesh((4,), ("cp",), devices=jax.devices()[:4])
-    rng = np.random.default_rng(0)
-    operands = [
-        jax.device_put(
-            rng.standard_normal(shape, np.float32), NamedSharding(mesh, spec)
-        )
-        for shape, spec in (((2, 32, 24), SEQUENCE), ((24, 12 * 8), P()))
-    ]
-    results = {}
-    ju.initialize(mesh, "cp", 1 << 20)
-    try:
-        for name in ("xla", "host"):
-            gradient = jax.shard_map(
-                lambda x, w, name=name: _replicated_gradient(x, w, name),
-                mesh=mesh,
-                in_specs=(SEQUENCE, P()),
-                out_specs=(SEQUENCE, P()),
-            )
-            results[name] = jax.device_get(jax.jit(gradient)(*operands))
-    finally:
-        ju.finalize()
-    for expected, found in zip(results["xla"], results["host"], strict=True):
-        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
-        assert error < 2e-6
+    assert _targets_of(text) == [targets.GEMM_A2A, targets.A2A_GEMM]
+    assert "want_gathered = 1 : i64" in text
