@@ -110,11 +110,12 @@ int64_t SlotBytes(const PsumCall& call) {
          RoundUp(call.count * (call.type == SumType::kF32 ? 4 : 2), 16);
 }
 
-Status CheckCall(const GemmA2aCall& call, int32_t tile_rows, int32_t tile_columns) {
+Status CheckCall(const GemmA2aCall& call, int32_t tile_rows, int32_t /*tile_columns*/) {
   Status status = CheckShapes(call, call.depth, "D");
   if (!status.ok()) return status;
   const Geometry g = GeometryOf(call);
-  const TileOrder order = TileOrder::Make(g, tile_rows, tile_columns);
+  // Flags do not depend on how tiles are put together.
+  const TileOrder order = TileOrder::Make(g, tile_rows, 1, 1);
   status = CheckHeap(call.info.layout, call.exchange.num_ranks, SlotBytes(call), order.num_flags());
   if (!status.ok()) return status;
   if (!Aligned({call.x, call.w, call.out[0], call.out[1], call.out[2], call.out[3]})) {

@@ -11,6 +11,8 @@ namespace jax_ulysses {
 struct LaunchPlan {
   int32_t ctas = 0;
   int32_t comm_ctas = 0;
+  int32_t window_rows = 0;  // of a2a_gemm; 0: WindowRows
+  int32_t head_rows = -1;   // of a2a_gemm: pushed by all CTAs; -1: HeadRows
 };
 
 template <class Call>
@@ -20,6 +22,7 @@ struct KernelEntry {
   TilePolicy tile = TilePolicy::kAuto;
   int32_t tile_rows = 0;
   int32_t tile_columns = 0;
+  int32_t cluster = 1;  // CTAs that are launched together: the grid is a multiple
   int32_t threads = 0;
   int32_t shared_bytes = 0;
   int32_t params_bytes = 0;

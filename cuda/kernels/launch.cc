@@ -52,6 +52,40 @@ Status LoadKernel(const Entry& entry) {
   return {};
 }
 
+// CTAs of a kernel that are resident at once if it has the device to itself: whole clusters, each
+// within a part of the device that may have an odd number of multiprocessors left. Asked once for
+// each kernel and device.
+template <class Entry>
+Status ResidentCtas(const Entry& entry, const Device& device, int32_t& ctas) {
+  static std::mutex mutex;
+  static std::unordered_map<const void*, int32_t> known[kMaxDevices];
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = known[device.index].find(entry.rank_kernel);
+  if (found != known[device.index].end()) {
+    ctas = found->second;
+    return {};
+  }
+  ctas = device.sms;
+  if (entry.cluster > 1) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(entry.cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(device.sms / entry.cluster * entry.cluster));
+    config.blockDim = dim3(static_cast<unsigned>(entry.threads));
+    config.dynamicSmemBytes = static_cast<size_t>(entry.shared_bytes);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    const cudaError_t error = cudaOccupancyMaxActiveClusters(&clusters, entry.rank_kernel, &config);
+    if (error != cudaSuccess) return CudaError("cudaOccupancyMaxActiveClusters", error);
+    ctas = clusters * entry.cluster < device.sms ? clusters * entry.cluster : device.sms;
+  }
+  known[device.index][entry.rank_kernel] = ctas;
+  return {};
+}
+
 Status LoadAll() {
   Status status;
   for (const auto& entry : A2aGemmRegistry()) {
@@ -236,6 +270,7 @@ int32_t CtasFor(int32_t sm_budget, int32_t sms) {
   return sm_budget > 0 && sm_budget < sms ? sm_budget : sms;
 }
 
+
 // The kernel for a call, or why there is none. `sms` is the CTAs that it may use.
 template <class Call>
 Status Select(const Call& call, const std::vector<KernelEntry<Call>>& registry, int32_t ctas,
@@ -253,6 +288,11 @@ Status Select(const Call& call, const std::vector<KernelEntry<Call>>& registry, 
   const KernelEntry<Call>* found = find(policy);
   if (found == nullptr) {
     return {Status::Code::kUnsupported, "no kernel is compiled for this type, layout and tile"};
+  }
+  if (found->cluster > ctas) {
+    return {Status::Code::kUnsupported, "this tile is made by clusters of " +
+                                            std::to_string(found->cluster) +
+                                            " CTAs, the call may use " + std::to_string(ctas)};
   }
   entry = *found;
   return CheckCall(call, entry.tile_rows, entry.tile_columns);
@@ -278,6 +318,13 @@ Status LaunchFused(const Call& call, const std::vector<KernelEntry<Call>>& regis
   KernelEntry<Call> entry;
   status = Select(call, registry, plan.ctas, entry);
   if (!status.ok()) return status;
+  int32_t resident = 0;
+  status = ResidentCtas(entry, device, resident);
+  if (!status.ok()) return status;
+  plan.ctas = (plan.ctas < resident ? plan.ctas : resident) / entry.cluster * entry.cluster;
+  if (plan.ctas == 0) {
+    return {Status::Code::kUnsupported, "no cluster of CTAs fits on this device"};
+  }
   plan.comm_ctas = call.comm_ctas > 0 ? call.comm_ctas : DefaultCommCtas(call, plan.ctas);
   if (plan.comm_ctas > plan.ctas) plan.comm_ctas = plan.ctas;
   // Flags count tiles, so ranks must agree on the tile as well.

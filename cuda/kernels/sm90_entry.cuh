@@ -7,6 +7,7 @@
 #include <new>
 
 #include "jax_ulysses/gemm/kernels.h"
+#include "jax_ulysses/heuristics.h"
 #include "kernels/entry.h"
 
 namespace jax_ulysses {
@@ -26,11 +27,6 @@ inline char* SlotAddress(const CallInfo& info, int slot) {
   return info.peers.heap[info.rank] + info.layout.slot(slot);
 }
 
-template <class Element>
-const void* Advance(const void* p, int64_t elements) {
-  return p == nullptr ? nullptr : static_cast<const Element*>(p) + elements;
-}
-
 template <class C>
 void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
   auto& p = *new (memory) A2aGemmParams<C>;
@@ -42,6 +38,17 @@ void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
   p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
   p.args.gathered = static_cast<char*>(call.gathered);
   p.width = static_cast<int32_t>(call.width);
+  const int32_t window_rows = plan.window_rows > 0
+                                  ? plan.window_rows
+                                  : WindowRows(plan.ctas, C::kCluster, C::kTileM);
+  const int32_t head_rows =
+      plan.head_rows >= 0
+          ? plan.head_rows
+          : HeadRows(plan.ctas, C::kCluster, C::kTileM,
+                     static_cast<int32_t>(CeilDiv(p.width, C::kTileN)), window_rows);
+  p.args.window_rows = window_rows;
+  p.args.head_items = static_cast<int32_t>(CeilDiv(head_rows, window_rows)) *
+                      (window_rows / kPieceRows) * (g.num_ranks - p.args.own_in_place);
   const OperandB w = {g.fused_columns, p.width};
   for (int seg = 0; seg < g.num_segments; ++seg) {
     p.k_tiles += g.num_ranks * static_cast<int32_t>(CeilDiv(g.columns[seg], C::kTileK));
@@ -55,7 +62,8 @@ void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
           {g.rows, g.columns[seg], g.num_ranks}, call.w, w);
     }
   }
-  p.output = MakeOutput<C>(call.y, g.rows, p.width, 1, call.bias);
+  p.output = static_cast<Element*>(call.y);
+  p.bias = static_cast<const Element*>(call.bias);
   const int64_t rows = g.rows;
   p.call.outputs[p.call.num_outputs++] = {static_cast<char*>(call.y),
                                           rows * p.width * int64_t{sizeof(Element)}};
@@ -72,34 +80,22 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
   FillRankCall(call, plan, p.call);
   const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
   p.args.geometry = g;
-  p.args.order = TileOrder::Make(g, C::kTileM, C::kTileN);
+  p.args.order = TileOrder::Make(g, C::kTileM, C::kBlocks, C::kCluster);
   p.args.element_bytes = sizeof(Element);
   p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
   p.depth = static_cast<int32_t>(call.depth);
   p.operands = MakeOperands<C>(call.x, {g.rows, p.depth, 1}, call.w, {p.depth, g.fused_columns});
-  const bool one_run = g.rows == g.run_rows;
+  p.bias = static_cast<const Element*>(call.bias);
   for (int seg = 0; seg < g.num_segments; ++seg) {
-    const int32_t columns = g.columns[seg];
-    auto* out = static_cast<Element*>(call.out[seg]);
     p.args.out[seg] = static_cast<char*>(call.out[seg]);
     p.args.own_block[seg] = MadeBlockOffset(g, seg, g.block(seg, g.rank), sizeof(Element));
-    const int64_t first = one_run ? g.HeadShardRows(g.rank, 0).begin : 0;
-    p.to_output[seg] =
-        MakeOutput<C>(out + first * columns, one_run ? g.rows : g.rows * g.num_ranks, columns, 1,
-                      Advance<Element>(call.bias, g.block_begin(seg, g.rank)));
-    for (int slot = 0; slot < call.info.layout.num_slots; ++slot) {
-      p.to_slot[slot][seg] = MakeOutput<C>(
-          SlotAddress(call.info, slot) + MadeBlockOffset(g, seg, 0, sizeof(Element)), g.rows,
-          columns, g.num_blocks(seg), Advance<Element>(call.bias, g.fused_begin[seg]));
-    }
     p.call.outputs[p.call.num_outputs++] = {
         static_cast<char*>(call.out[seg]),
-        int64_t{g.rows} * g.num_ranks * columns * int64_t{sizeof(Element)}};
+        int64_t{g.rows} * g.num_ranks * g.columns[seg] * int64_t{sizeof(Element)}};
   }
 }
 
-constexpr TilePolicy PolicyOf(int rows, int columns) {
-  if (rows == 256) return TilePolicy::k256x128;
+constexpr TilePolicy PolicyOf(int columns) {
   return columns == 256 ? TilePolicy::k128x256 : TilePolicy::k128x128;
 }
 
@@ -109,9 +105,10 @@ KernelEntry<Call> MakeEntry() {
   entry.type = cute::is_same_v<typename C::Element, cutlass::bfloat16_t> ? ElementType::kBf16
                                                                          : ElementType::kF16;
   entry.transposed = C::kTransposed;
-  entry.tile = PolicyOf(C::kTileM, C::kTileN);
+  entry.tile = PolicyOf(C::kTileN);
   entry.tile_rows = C::kTileM;
   entry.tile_columns = C::kTileN;
+  entry.cluster = C::kCluster;
   entry.threads = kThreads;
   entry.shared_bytes = sizeof(typename C::Shared);
   entry.params_bytes = sizeof(Params<C>);

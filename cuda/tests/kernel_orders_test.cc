@@ -43,26 +43,66 @@ void TestGeometry(const HeadExchange& ex, int64_t batch) {
   }
 }
 
-void TestTiles(const HeadExchange& ex, int64_t batch, int32_t tile_rows, int32_t tile_columns) {
+void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile) {
   for (int rank = 0; rank < ex.num_ranks; ++rank) {
     const Geometry g = MakeGeometry(ex, rank, batch);
-    const TileOrder order = TileOrder::Make(g, tile_rows, tile_columns);
+    const TileOrder order = TileOrder::Make(g, tile.rows, tile.blocks, tile.blocks);
     std::set<std::tuple<int, int, int, int>> made;  // segment, block, row block, column block
     std::set<std::tuple<int, int>> raised;          // dest, flag
-    for (int32_t i = 0; i < order.num_tiles; ++i) {
-      const TileOrder::Tile t = order.At(g, i);
-      JU_CHECK(t.col_block < order.col_blocks[t.seg] && t.row_block < order.row_blocks);
-      JU_CHECK(made.insert({t.seg, g.block(t.seg, t.dest), t.row_block, t.col_block}).second);
-      JU_CHECK(order.SegmentOf(t.flag % order.all_col_blocks) == t.seg);
-      JU_CHECK(t.flag / order.all_col_blocks == t.row_block);
-      JU_CHECK(t.flag < order.num_flags());
-      const int first = t.dest / g.replicas[t.seg] * g.replicas[t.seg];
-      for (int d = first; d < first + g.replicas[t.seg]; ++d) {
-        JU_CHECK(raised.insert({d, t.flag}).second);
+    int empty = 0;
+    for (int32_t i = 0; i < order.num_units; ++i) {
+      for (int32_t cta = 0; cta < tile.blocks; ++cta) {
+        for (int32_t part = 0; part < tile.blocks; ++part) {
+          const TileOrder::Part first = order.At(g, i, 0, part);
+          const TileOrder::Part p = order.At(g, i, cta, part);
+          // CTAs of a cluster share the columns.
+          JU_CHECK(p.row_block == first.row_block + cta && p.seg == first.seg);
+          JU_CHECK(p.dest == first.dest && p.col_block == first.col_block);
+          JU_CHECK(p.row_block == order.At(g, i, cta, 0).row_block);
+          JU_CHECK(p.col_block < order.col_blocks[p.seg]);
+          JU_CHECK(p.empty || p.row_block < order.row_blocks);
+          empty += p.empty;
+          if (p.empty) continue;
+          JU_CHECK(made.insert({p.seg, g.block(p.seg, p.dest), p.row_block, p.col_block}).second);
+          JU_CHECK(order.SegmentOf(p.flag % order.all_col_blocks) == p.seg);
+          JU_CHECK(p.flag / order.all_col_blocks == p.row_block);
+          JU_CHECK(p.flag < order.num_flags());
+          const int owner = p.dest / g.replicas[p.seg] * g.replicas[p.seg];
+          for (int d = owner; d < owner + g.replicas[p.seg]; ++d) {
+            JU_CHECK(raised.insert({d, p.flag}).second);
+          }
+        }
       }
     }
     // Every rank finds every flag that it can wait for.
     JU_CHECK(static_cast<int>(raised.size()) == ex.num_ranks * order.num_flags());
+    // No more than what fills up the last row and the last column of units.
+    const int columns = static_cast<int>(made.size()) / order.row_blocks;
+    const int all = static_cast<int>(RoundUp(order.row_blocks, tile.blocks) *
+                                     RoundUp(columns, tile.blocks));
+    JU_CHECK(empty == all - static_cast<int>(made.size()));
+  }
+}
+
+// Units of the other operator: every tile once, the CTAs of a cluster one below the other.
+void TestOutputTiles() {
+  for (int32_t cluster : {1, 2}) {
+    for (int32_t rows : {1, 2, 3, 4, 5, 8, 11}) {
+      for (int32_t columns : {1, 3, 16}) {
+        const OutputTiles tiles = {rows, columns, 4, cluster};
+        std::set<std::tuple<int, int>> made;
+        for (int32_t i = 0; i < tiles.num_units(); ++i) {
+          const OutputTiles::Tile first = tiles.At(i, 0);
+          JU_CHECK(first.row_block % cluster == 0 && first.row_block < rows);
+          for (int32_t cta = 0; cta < cluster; ++cta) {
+            const OutputTiles::Tile t = tiles.At(i, cta);
+            JU_CHECK(t.row_block == first.row_block + cta && t.col_block == first.col_block);
+            JU_CHECK(t.col_block < columns && made.insert({t.row_block, t.col_block}).second);
+          }
+        }
+        JU_CHECK(static_cast<int32_t>(made.size()) == (rows + rows % cluster) * columns);
+      }
+    }
   }
 }
 
@@ -108,21 +148,24 @@ void TestHeuristics() {
     problem.blocks[0] = blocks;
     return problem;
   };
-  // Blocks of 128 columns waste half of a tile of 256.
-  JU_CHECK(ChooseTile(make(8192, 128, 24), 132, all) == TilePolicy::k256x128);
-  // Rows of 128 waste half of a tile of 256.
-  JU_CHECK(ChooseTile(make(128, 65536, 1), 132, all) == TilePolicy::k128x256);
+  // Blocks of 128 columns are put together.
+  JU_CHECK(ChooseTile(make(8192, 128, 24), 132, all) == TilePolicy::k128x256);
+  // One row block of 128 leaves half of a cluster without work.
+  JU_CHECK(ChooseTile(make(128, 65536, 1), 132, all) == TilePolicy::k128x128);
+  JU_CHECK(ChooseTile(make(256, 65536, 1), 132, all) == TilePolicy::k128x256);
+  // A single CTA is no cluster.
+  JU_CHECK(ChooseTile(make(16384, 8192, 1), 1, all) == TilePolicy::k128x128);
   // Fewer tiles than CTAs: smaller ones keep more of them busy.
   JU_CHECK(ChooseTile(make(128, 8192, 1), 132, all) == TilePolicy::k128x128);
-  // Both waste: small tiles.
-  JU_CHECK(ChooseTile(make(128, 128, 64), 132, all) == TilePolicy::k128x128);
   // Large and even: the first.
   JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, all) == TilePolicy::k128x256);
   // Only what is compiled.
   auto small = [](TilePolicy p) { return p == TilePolicy::k128x128; };
   JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, small) == TilePolicy::k128x128);
   JU_CHECK(ChooseTile(make(1, 8, 1), 1, [](TilePolicy) { return false; }) == TilePolicy::kAuto);
-  JU_CHECK(NumTiles(make(300, 300, 2), kTileShapes[0]) == 3 * 2 * 2);
+  JU_CHECK(NumUnits(make(300, 300, 2), kTileShapes[0]) == 2 * 3);  // of 3 x 6 blocks
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[0]) == 2 * 5);  // of 3 x 9
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 3 * 9);
   JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 44 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
   JU_CHECK(DefaultCommCtas(GemmA2aCall(), 132) == 132);
 }
@@ -141,15 +184,14 @@ int main() {
                 Make(ranks, tokens, {16, 1, 1}, 80, zigzag),
                 Make(ranks, tokens, {16, 2, 8}, 96, zigzag)}) {
             TestGeometry(ex, batch);
-            TestTiles(ex, batch, 128, 256);
-            TestTiles(ex, batch, 128, 128);
-            TestTiles(ex, batch, 256, 128);
+            for (const TileShape& tile : kTileShapes) TestTiles(ex, batch, tile);
             TestPulls(ex, batch);
           }
         }
       }
     }
   }
+  TestOutputTiles();
   TestHeuristics();
   return testing::Finish("kernel_orders_test");
 }

@@ -5,22 +5,24 @@
 #define JAX_ULYSSES_HEURISTICS_H_
 
 #include "jax_ulysses/exchange/geometry.h"
+#include "jax_ulysses/exchange/push.h"
 #include "jax_ulysses/launch.h"
 
 namespace jax_ulysses {
 
+// Tiles have 128 rows. They are made of column blocks of kBlockColumns, as many as CTAs make tiles
+// together, one above the other (gemm/cta.h).
 struct TileShape {
   TilePolicy policy;
   int32_t rows;
-  int32_t columns;
+  int32_t blocks;
   // Rate of a full wave relative to the best tile.
   double efficiency;
 };
 
 inline constexpr TileShape kTileShapes[] = {
-    {TilePolicy::k128x256, 128, 256, 1.0},
-    {TilePolicy::k256x128, 256, 128, 1.0},
-    {TilePolicy::k128x128, 128, 128, 0.93},
+    {TilePolicy::k128x256, 128, 2, 1.0},
+    {TilePolicy::k128x128, 128, 1, 0.87},
 };
 
 // What a GEMM looks like to the tile choice: `blocks[i]` column blocks of `columns[i]` columns.
@@ -31,18 +33,20 @@ struct TileProblem {
   int64_t blocks[kMaxFusedSegments] = {};
 };
 
-inline int64_t NumTiles(const TileProblem& problem, const TileShape& tile) {
+// What clusters make: tiles one above the other. The column blocks of a row may be paired as they
+// come, across the problem's blocks.
+inline int64_t NumUnits(const TileProblem& problem, const TileShape& tile) {
   int64_t columns = 0;
   for (int i = 0; i < problem.num_kinds; ++i) {
-    columns += problem.blocks[i] * CeilDiv(problem.columns[i], tile.columns);
+    columns += problem.blocks[i] * CeilDiv(problem.columns[i], kBlockColumns);
   }
-  return CeilDiv(problem.rows, tile.rows) * columns;
+  return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.blocks) * CeilDiv(columns, tile.blocks);
 }
 
-// Time in units of one CTA and one multiply-add column: whole waves of whole tiles.
+// Time in units of one CTA and one column block: whole waves of whole units.
 inline double TileCost(const TileProblem& problem, const TileShape& tile, int32_t ctas) {
-  const int64_t waves = CeilDiv(NumTiles(problem, tile), ctas);
-  return static_cast<double>(waves * tile.rows * tile.columns) / tile.efficiency;
+  const int64_t waves = CeilDiv(NumUnits(problem, tile), ctas / tile.blocks);
+  return static_cast<double>(waves * tile.blocks) / tile.efficiency;
 }
 
 // The cheapest tile; earlier ones win ties. `available(policy)` says what is compiled.
@@ -51,7 +55,7 @@ TilePolicy ChooseTile(const TileProblem& problem, int32_t ctas, Available&& avai
   TilePolicy best = TilePolicy::kAuto;
   double best_cost = 0;
   for (const TileShape& tile : kTileShapes) {
-    if (!available(tile.policy)) continue;
+    if (!available(tile.policy) || ctas < tile.blocks) continue;
     const double cost = TileCost(problem, tile, ctas);
     if (best == TilePolicy::kAuto || cost < best_cost) {
       best = tile.policy;
@@ -80,6 +84,22 @@ inline TileProblem ProblemOf(const A2aGemmCall& call) {
   problem.columns[0] = call.width;
   problem.blocks[0] = 1;
   return problem;
+}
+
+// Rows of the windows of a2a_gemm: the fewer, the sooner they have arrived; but what is made at a
+// time should be about eight units wide, or the same columns of w are read again and again.
+inline int32_t WindowRows(int32_t ctas, int32_t cluster, int32_t tile_rows) {
+  const int32_t unit_rows = cluster * tile_rows;
+  const int32_t rows = unit_rows * (ctas / cluster / 8);
+  return rows < unit_rows ? unit_rows : rows < kWindowRows ? rows / unit_rows * unit_rows
+                                                           : kWindowRows;
+}
+
+// Rows that the first tiles of all CTAs need: all CTAs push them. Whole windows.
+inline int32_t HeadRows(int32_t ctas, int32_t cluster, int32_t tile_rows, int32_t tiles_in_a_row,
+                        int32_t window_rows) {
+  const int64_t units = CeilDiv(ctas / cluster, tiles_in_a_row);
+  return static_cast<int32_t>(RoundUp(units * cluster * tile_rows, window_rows));
 }
 
 // CTAs that push. On two H200s over NVLink 33 and 44 of 132 were the best of 10 to 132: fewer do

@@ -33,9 +33,10 @@ inline constexpr Control kCommonControls[] = {
     {"credit wait, one slot", kEdgeCreditWait, Seen::kAlone, true},
     {"tile release", kEdgeTileRelease, Seen::kByAdversary},
     {"done release, one slot", kEdgeDoneRelease, Seen::kByAdversary, true}};
-// Of those who write slots with bulk copies,
+// Of those who have a copy ring,
+inline constexpr Control kRingControls[] = {{"ring", kEdgeRing, Seen::kByAdversary}};
+// who write slots with bulk copies (gemm_a2a stores from registers),
 inline constexpr Control kBulkWriteControls[] = {
-    {"ring", kEdgeRing, Seen::kByAdversary},
     {"full wait -> .read", kEdgeBulkComplete, Seen::kByAdversary}};
 // who read them so, past every cache but L2,
 inline constexpr Control kBulkReadControls[] = {{"acquire fence", kEdgeAcquire, Seen::kNever},

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Fused against pure and separate on real links: one rank a device, one process, peer access. First
-// checks values, then measures; one JSON line a variant. Usage: devices_bench [rounds]
+// checks values, then measures; one JSON line a variant. `all` adds other numbers of CTAs that
+// communicate, and of rows that all CTAs push. Usage: devices_bench [rounds] [all]
 #include <cstring>
-#include <functional>
-#include <random>
 
+#include "bench_util.cuh"
 #include "fixture.cuh"
 #include "test_entries.h"
 
@@ -76,6 +76,24 @@ struct Devices {
   uint32_t value = 0;
 };
 
+// What the exchange is compared with: the bytes that cross the link, from as many CTAs.
+__global__ void __launch_bounds__(1024, 1) PlainCopy(const uint4* from, uint4* to, int64_t count) {
+  constexpr int kUnroll = 4;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += kUnroll * stride) {
+    uint4 v[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (i + j * stride < count) v[j] = from[i + j * stride];
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (i + j * stride < count) to[i + j * stride] = v[j];
+    }
+  }
+}
+
 class SeparateExchange {
  public:
   SeparateExchange(const Shape& shape, bool gather) : heaps_(shape.ranks, SlotBytes(Probe(shape))) {
@@ -100,6 +118,20 @@ class SeparateExchange {
     launch_.emplace_back(TestExchangeEntry(), calls, plan);
   }
   void Run(int rank, cudaStream_t stream) const { launch_[0].Run(rank, stream); }
+  // Half of a rank's input to the next rank's output.
+  void Copy(int rank, cudaStream_t stream) const {
+    const size_t ranks = buffers_.size() / 2;
+    const size_t next = (static_cast<size_t>(rank) + 1) % ranks;
+    const Buffer& from = buffers_[2 * static_cast<size_t>(rank)];
+    PlainCopy<<<NumSms(), 1024, 0, stream>>>(reinterpret_cast<const uint4*>(from.get()),
+                                             reinterpret_cast<uint4*>(buffers_[2 * next + 1].get()),
+                                             remote_bytes() / 16);
+  }
+  // Bytes that a rank sends.
+  int64_t remote_bytes() const {
+    const int64_t ranks = static_cast<int64_t>(buffers_.size()) / 2;
+    return buffers_[0].bytes() / ranks * (ranks - 1);
+  }
 
  private:
   static ExchangeCall Probe(const Shape& shape) {
@@ -118,16 +150,12 @@ struct Variant {
   const char* name;
   int comm_ctas;
   bool gemm, communicate, exchange;
+  int head_rows = -1;
 };
-
-double Percentile(std::vector<float> v, double p) {
-  std::sort(v.begin(), v.end());
-  return v[static_cast<size_t>(p * static_cast<double>(v.size() - 1))];
-}
 
 template <class Fixture>
 bool Bench(Devices& devices, int rows, int columns, int model,
-           const KernelEntry<typename Fixture::Call>& entry, int rounds) {
+           const KernelEntry<typename Fixture::Call>& entry, int rounds, bool all) {
   using Call = typename Fixture::Call;
   Shape s;
   s.ranks = devices.ranks;
@@ -138,16 +166,23 @@ bool Bench(Devices& devices, int rows, int columns, int model,
   const int sms = NumSms();
   std::vector<Variant> variants = {{"pure", sms, true, false, false},
                                    {"separate", sms, true, false, true},
-                                   {"exchange", sms, false, false, true}};
-  const std::vector<int> shares =
-      Fixture::kPush ? std::vector<int>{10, 16, 22, 28, 33, 44} : std::vector<int>{44, 66, 88, sms};
-  for (int comm : shares) variants.push_back({"fused", comm, true, true, false});
+                                   {"exchange", sms, false, false, true},
+                                   {"copy", sms, false, false, false},
+                                   {"fused", 0, true, true, false}};  // as the heuristic chooses
+  const std::vector<int> shares = Fixture::kPush ? std::vector<int>{16, 22, 33, 44, 66}
+                                                 : std::vector<int>{44, 66, sms};
+  for (int comm : shares) {
+    if (!all) break;
+    variants.push_back({"fused", comm, true, true, false, 0});
+    if (Fixture::kPush) variants.push_back({"fused", comm, true, true, false, 1024});
+  }
   const SeparateExchange exchange(s, Fixture::kPush);
   std::vector<RankLaunches<Call>> launches;
   for (const Variant& v : variants) {
     LaunchPlan plan;
     plan.ctas = sms;
-    plan.comm_ctas = v.comm_ctas;
+    plan.comm_ctas = v.comm_ctas > 0 ? v.comm_ctas : DefaultCommCtas(Call(), sms);
+    plan.head_rows = v.head_rows;
     launches.emplace_back(entry, f.Calls(0, v.communicate), plan);
   }
   // Values over the link: every fused variant against fp32, on poisoned memory.
@@ -172,6 +207,7 @@ bool Bench(Devices& devices, int rows, int columns, int model,
     for (size_t i : order) {
       const Variant& v = variants[i];
       const float us = devices.Time([&](int r, cudaStream_t stream) {
+        if (!v.gemm && !v.exchange) exchange.Copy(r, stream);
         if (v.exchange && (Fixture::kPush || !v.gemm)) exchange.Run(r, stream);
         if (v.gemm) launches[i].Run(r, stream);
         if (v.exchange && !Fixture::kPush && v.gemm) exchange.Run(r, stream);
@@ -184,11 +220,13 @@ bool Bench(Devices& devices, int rows, int columns, int model,
     const double us = Percentile(times[i], 0.5);
     std::printf(
         "{\"op\":\"%s\",\"devices\":%d,\"rows\":%d,\"columns\":%d,\"model\":%d,"
-        "\"tile\":\"%dx%d\",\"variant\":\"%s\",\"comm_ctas\":%d,\"us\":%.1f,"
-        "\"us_p10\":%.1f,\"us_p90\":%.1f,\"over_pure\":%.3f,\"correct\":%s}\n",
+        "\"tile\":\"%dx%d\",\"variant\":\"%s\",\"comm_ctas\":%d,\"head_rows\":%d,"
+        "\"us\":%.1f,"
+        "\"us_p10\":%.1f,\"us_p90\":%.1f,\"over_pure\":%.3f,\"remote_mb\":%.2f,\"correct\":%s}\n",
         Fixture::kPush ? "a2a_gemm" : "gemm_a2a", devices.ranks, rows, columns, model,
-        entry.tile_rows, entry.tile_columns, variants[i].name, variants[i].comm_ctas, us,
-        Percentile(times[i], 0.1), Percentile(times[i], 0.9), us / pure, good ? "true" : "false");
+        entry.tile_rows, entry.tile_columns, variants[i].name, variants[i].comm_ctas,
+        variants[i].head_rows, us, Percentile(times[i], 0.1), Percentile(times[i], 0.9), us / pure,
+        static_cast<double>(exchange.remote_bytes()) * 1e-6, good ? "true" : "false");
   }
   std::fflush(stdout);
   return good;
@@ -196,6 +234,7 @@ bool Bench(Devices& devices, int rows, int columns, int model,
 
 int Main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 30;
+  const bool all = argc > 2;
   CK(cudaGetDeviceCount(&g_devices));
   if (g_devices < 2) {
     std::printf("devices_bench needs two devices\n");
@@ -208,9 +247,9 @@ int Main(int argc, char** argv) {
                          {4096, 8192, 3072}, {8192, 4096, 2048}, {8192, 8192, 1024}};
   for (const auto& c : made) {  // rows, columns (N), model (K)
     for (const auto& entry : GemmA2aEntries()) {
-      if (entry.type == ElementType::kBf16 && !entry.transposed && entry.tile_rows == 256) {
+      if (entry.type == ElementType::kBf16 && !entry.transposed && entry.tile_columns == 256) {
         good =
-            Bench<GemmA2aFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds) && good;
+            Bench<GemmA2aFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds, all) && good;
       }
     }
   }
@@ -218,7 +257,7 @@ int Main(int argc, char** argv) {
                              {4096, 16384, 4096}, {8192, 4096, 2048}, {8192, 4096, 1024}};
   for (const auto& c : gathered) {  // rows, columns (K), model (N)
     const auto entry = A2aGemmEntries()[0];
-    good = Bench<A2aGemmFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds) && good;
+    good = Bench<A2aGemmFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds, all) && good;
   }
   std::printf("{\"devices_bench\":\"%s\"}\n", good ? "values right" : "VALUES WRONG");
   return good ? 0 : 1;

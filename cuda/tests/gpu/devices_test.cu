@@ -41,7 +41,8 @@ void ControlDevices(const KernelEntry<typename Fixture::Call>& entry, const char
   };
   run(kNothing);
   run(kCommonControls);
-  run(kBulkWriteControls);
+  run(kRingControls);
+  if (Fixture::kPush) run(kBulkWriteControls);
   run(kBulkReadControls);
   run(kHandOffControls);
 }

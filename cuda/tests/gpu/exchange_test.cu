@@ -271,11 +271,11 @@ void Negative(int launches) {
   const auto gather = TestExchangeEntry();
   const auto psum = TestPsumEntry();
   NegativeControls<ExchangeFixture>(gather, "gather bulk", ControlVariants(true), launches,
-                                    kBulkWriteControls, kBulkReadControls);
+                                    kRingControls, kBulkWriteControls, kBulkReadControls);
   NegativeControls<ExchangeFixture>(gather, "gather plain", ControlVariants(false), launches,
                                     kPlainReadControls);
   NegativeControls<PsumFixture>(psum, "psum bulk", ControlVariants(true), launches,
-                                kBulkWriteControls, kPlainReadControls);
+                                kRingControls, kBulkWriteControls, kPlainReadControls);
   NegativeControls<PsumFixture>(psum, "psum plain", ControlVariants(false), launches,
                                 kPlainReadControls);
 }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Fused against pure GEMM on rig B. All variants of a case run interleaved in random order (a card
-// throttles within 50 ms of load, so a fixed order biases every comparison); medians are reported,
-// one JSON line a variant. Usage: fused_bench [rounds] [substring of the case] [all]
+// Fused against pure and separate on rig B (all ranks in one launch): geometries, sequences and
+// numbers of ranks of jax_ulysses/data/shapes.json, each with the tile that the heuristic takes for
+// it. Medians, one JSON line a variant. Usage: fused_bench [rounds] [substring of the geometry]
+// [operator]
 #include <cstring>
-#include <random>
 
+#include "bench_util.cuh"
 #include "fixture.cuh"
 #include "test_entries.h"
 
@@ -16,27 +17,24 @@ namespace {
 
 // GB/s of one NVLink 4 direction as measured with bulk copies; a rank gets its share of SMs.
 constexpr double kLinkGbps = 360;
-
-struct GeometryCase {
-  const char* name;
-  int heads, kv_heads, head_dim, model, sequence;
-};
-constexpr GeometryCase kCases[] = {
-    {"llama3_8b", 32, 8, 128, 4096, 16384},      {"llama3_8b", 32, 8, 128, 4096, 4096},
-    {"qwen25_14b", 40, 8, 128, 5120, 16384},     {"wan_dit_14b", 40, 40, 128, 5120, 16384},
-    {"gpt_oss_d64", 64, 8, 64, 2880, 16384},     {"qwen3_1p7b", 16, 8, 128, 2048, 16384},
-    {"qwen3_235b_kv4", 64, 4, 128, 4096, 16384},
-};
+constexpr int kSequences[] = {1024, 4096, 16384, 65536};
+constexpr int kRanks[] = {2, 4, 8};
+// Elements of the largest operand: what keeps the inputs, heaps and outputs of all ranks on a card.
+constexpr int64_t kMaxElements = int64_t{1} << 30;
 
 struct Variant {
-  std::string name;
-  int comm_ctas;
+  const char* name;
   bool gemm;         // runs the kernel under test
   bool communicate;  // fused
   bool exchange;  // runs the separate exchange: before a GEMM that consumes, after one that makes
   bool throttled;
-  bool compute = true;
 };
+constexpr Variant kVariants[] = {{"pure", true, false, false, false},
+                                 {"fused", true, true, false, false},
+                                 {"fused-throttled", true, true, false, true},
+                                 {"separate", true, false, true, false},
+                                 {"separate-throttled", true, false, true, true},
+                                 {"exchange", false, false, true, false}};
 
 // The exchange that the fused kernel does inside, as a launch of its own.
 class SeparateExchange {
@@ -79,119 +77,78 @@ class SeparateExchange {
   std::vector<WorldLaunch<ExchangeCall>> launch_;
 };
 
-double Percentile(std::vector<float> v, double p) {
-  std::sort(v.begin(), v.end());
-  return v[static_cast<size_t>(p * static_cast<double>(v.size() - 1))];
+// The kernel that the heuristic takes, of those with w [K,N].
+template <class Call>
+KernelEntry<Call> Choose(const Call& call, int32_t ctas) {
+  const auto entries = TestEntries<Call>();
+  auto find = [&](TilePolicy policy) -> const KernelEntry<Call>* {
+    for (const auto& e : entries) {
+      if (e.tile == policy && e.type == ElementType::kBf16 && !e.transposed) return &e;
+    }
+    return nullptr;
+  };
+  return *find(ChooseTile(ProblemOf(call), ctas, [&](TilePolicy p) { return find(p) != nullptr; }));
 }
 
 template <class Fixture>
-void Bench(const GeometryCase& c, int ranks, const KernelEntry<typename Fixture::Call>& entry,
-           int rounds, bool all) {
+void Bench(const GeometryCase& c, int ranks, int sequence, int rounds) {
   using Call = typename Fixture::Call;
-  Shape s;
-  s.ranks = ranks;
-  s.tokens = c.sequence / ranks;
-  s.heads = Fixture::kPush ? std::vector<int>{c.heads}
-                           : std::vector<int>{c.heads, c.kv_heads, c.kv_heads};
-  s.head_dim = c.head_dim;
-  s.model = c.model;
-  if (s.Exchange().Check() != LayoutError::kNone) return;
+  const Shape s = ShapeOf(c, ranks, sequence, Fixture::kPush);
+  const HeadExchange ex = s.Exchange();
+  if (ex.Check() != LayoutError::kNone) return;
+  const int64_t rows = s.rows(), columns = ex.fused_columns();
+  if (rows * ranks * columns > kMaxElements) return;
+  const LaunchPlan plan = PlanFor(ranks, Fixture::kPush);
+  Call probe = Fixture::Probe(s);
+  if constexpr (Fixture::kPush) probe.width = s.model;
+  const KernelEntry<Call> entry = Choose(probe, plan.ctas);
   Fixture f(s, entry);
-  const LaunchPlan base = PlanFor(ranks, Fixture::kPush);
-  std::vector<Variant> variants = {{"pure", base.comm_ctas, true, false, false, false},
-                                   {"fused", base.comm_ctas, true, true, false, false},
-                                   {"fused-throttled", base.comm_ctas, true, true, false, true},
-                                   {"separate", base.comm_ctas, true, false, true, false},
-                                   {"separate-throttled", base.comm_ctas, true, false, true, true},
-                                   {"exchange", base.ctas, false, false, true, false}};
-  if (Fixture::kPush) {
-    variants.push_back({"push-only", base.comm_ctas, true, true, false, false, false});
-    variants.push_back({"push-only", base.ctas, true, true, false, false, false});
-  }
-  if (all) {
-    for (int share : {4, 3, 1}) {
-      const int comm = std::max(1, base.ctas / share);
-      if (comm == base.comm_ctas) continue;
-      variants.push_back({"fused", comm, true, true, false, false});
-      variants.push_back({"fused-throttled", comm, true, true, false, true});
-    }
-  }
-  const double ns_per_byte = NumSms() / (kLinkGbps * base.ctas);
+  const double ns_per_byte = NumSms() / (kLinkGbps * plan.ctas);
   const SeparateExchange exchange(s, Fixture::kPush, 0),
       slow_exchange(s, Fixture::kPush, ns_per_byte);
-  std::vector<WorldLaunch<Call>> launches;
-  for (const Variant& v : variants) {
+  std::vector<std::unique_ptr<WorldLaunch<Call>>> launches;
+  std::vector<std::function<void()>> runs;
+  for (const Variant& v : kVariants) {
     std::vector<Call> calls = f.Calls(0, v.communicate);
-    LaunchPlan plan = base;
-    plan.comm_ctas = v.comm_ctas;
     for (Call& call : calls) {
-      call.compute = v.compute;
-      if (v.throttled) {
-        call.hooks.ns_per_byte = static_cast<float>(ns_per_byte);
-      }
+      if (v.throttled) call.hooks.ns_per_byte = static_cast<float>(ns_per_byte);
     }
-    launches.emplace_back(entry, calls, plan);
-  }
-  std::vector<std::vector<float>> times(variants.size());
-  cudaEvent_t begin, end;
-  CK(cudaEventCreate(&begin));
-  CK(cudaEventCreate(&end));
-  std::mt19937 random(1);
-  std::vector<size_t> order(variants.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  for (int round = -3; round < rounds; ++round) {
-    std::shuffle(order.begin(), order.end(), random);
-    for (size_t i : order) {
-      CK(cudaEventRecord(begin));
-      const Variant& v = variants[i];
+    launches.push_back(std::make_unique<WorldLaunch<Call>>(entry, calls, plan));
+    runs.push_back([&, launch = launches.back().get(), v] {
       const SeparateExchange& ex = v.throttled ? slow_exchange : exchange;
       if (v.exchange && (Fixture::kPush || !v.gemm)) ex.Run(nullptr);
-      if (v.gemm) launches[i].Run(nullptr);
+      if (v.gemm) launch->Run(nullptr);
       if (v.exchange && !Fixture::kPush && v.gemm) ex.Run(nullptr);
-      CK(cudaEventRecord(end));
-      CK(cudaEventSynchronize(end));
-      float ms;
-      CK(cudaEventElapsedTime(&ms, begin, end));
-      if (round >= 0) times[i].push_back(ms * 1000);
-    }
+    });
   }
-  const double flops = 2.0 * ranks * static_cast<double>(s.rows()) *
-                       static_cast<double>(s.Exchange().fused_columns()) * s.model;
+  const std::vector<std::vector<float>> times = TimeInterleaved(runs, rounds);
+  const double flops = 2.0 * ranks * static_cast<double>(rows * columns) * s.model;
   const double pure = Percentile(times[0], 0.5);
-  for (size_t i = 0; i < variants.size(); ++i) {
+  for (size_t i = 0; i < runs.size(); ++i) {
     const double us = Percentile(times[i], 0.5);
     std::printf(
         "{\"op\":\"%s\",\"geometry\":\"%s\",\"sequence\":%d,\"ranks\":%d,\"rows\":%d,"
-        "\"columns\":%d,\"model\":%d,\"tile\":\"%dx%d\",\"w\":\"%s\",\"variant\":\"%s\","
+        "\"columns\":%d,\"model\":%d,\"tile\":\"%dx%d\",\"w\":\"n\",\"variant\":\"%s\","
         "\"ctas\":%d,\"comm_ctas\":%d,\"us\":%.1f,\"us_p10\":%.1f,\"us_p90\":%.1f,"
         "\"tflops\":%.0f,\"over_pure\":%.3f}\n",
-        Fixture::kPush ? "a2a_gemm" : "gemm_a2a", c.name, c.sequence, ranks,
-        static_cast<int>(s.rows()), static_cast<int>(s.Exchange().fused_columns()), s.model,
-        entry.tile_rows, entry.tile_columns, entry.transposed ? "t" : "n", variants[i].name.c_str(),
-        base.ctas, variants[i].comm_ctas, us, Percentile(times[i], 0.1), Percentile(times[i], 0.9),
+        Fixture::kPush ? "a2a_gemm" : "gemm_a2a", c.name, sequence, ranks, static_cast<int>(rows),
+        static_cast<int>(columns), s.model, entry.tile_rows, entry.tile_columns, kVariants[i].name,
+        plan.ctas, plan.comm_ctas, us, Percentile(times[i], 0.1), Percentile(times[i], 0.9),
         flops / us * 1e-6, us / pure);
   }
   std::fflush(stdout);
-  CK(cudaEventDestroy(begin));
-  CK(cudaEventDestroy(end));
 }
 
 int Main(int argc, char** argv) {
-  const int rounds = argc > 1 ? std::atoi(argv[1]) : 50;
-  const std::string filter = argc > 2 ? argv[2] : "";
-  const bool all = argc > 3;
-  for (const GeometryCase& c : kCases) {
-    if (std::string(c.name).find(filter) == std::string::npos) continue;
-    for (int ranks : {4, 8}) {
-      for (const auto& entry : A2aGemmEntries()) {
-        if (entry.type == ElementType::kBf16) {
-          Bench<A2aGemmFixture<__nv_bfloat16>>(c, ranks, entry, rounds, all);
-        }
-      }
-      for (const auto& entry : GemmA2aEntries()) {
-        if (entry.type == ElementType::kBf16) {
-          Bench<GemmA2aFixture<__nv_bfloat16>>(c, ranks, entry, rounds, all);
-        }
+  const int rounds = argc > 1 ? std::atoi(argv[1]) : 30;
+  const std::string geometry = argc > 2 ? argv[2] : "";
+  const std::string op = argc > 3 ? argv[3] : "";
+  for (const GeometryCase& c : kGeometries) {
+    if (std::string(c.name).find(geometry) == std::string::npos) continue;
+    for (int sequence : kSequences) {
+      for (int ranks : kRanks) {
+        if (op != "gemm_a2a") Bench<A2aGemmFixture<__nv_bfloat16>>(c, ranks, sequence, rounds);
+        if (op != "a2a_gemm") Bench<GemmA2aFixture<__nv_bfloat16>>(c, ranks, sequence, rounds);
       }
     }
   }

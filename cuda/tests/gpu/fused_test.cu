@@ -113,8 +113,14 @@ std::vector<Variant> ControlVariants(bool push) {
 
 template <class Fixture>
 void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, int launches) {
-  NegativeControls<Fixture>(entry, op, ControlVariants(Fixture::kPush), launches,
-                            kBulkWriteControls, kBulkReadControls, kHandOffControls);
+  const auto variants = ControlVariants(Fixture::kPush);
+  if constexpr (Fixture::kPush) {
+    NegativeControls<Fixture>(entry, op, variants, launches, kRingControls, kBulkWriteControls,
+                              kBulkReadControls, kHandOffControls);
+  } else {
+    NegativeControls<Fixture>(entry, op, variants, launches, kRingControls, kBulkReadControls,
+                              kHandOffControls);
+  }
 }
 
 int Main(int argc, char** argv) {
@@ -154,7 +160,7 @@ int Main(int argc, char** argv) {
   } else if (what == "far") {
     const int launches = count > 0 ? count : 30;
     FarControls<A2a>(a2a[0], "a2a_gemm", ControlVariants(true).back().shape, launches, true);
-    FarControls<Ga>(ga[0], "gemm_a2a", ControlVariants(false).back().shape, launches, true);
+    FarControls<Ga>(ga[0], "gemm_a2a", ControlVariants(false).back().shape, launches, false);
   } else {
     std::printf("unknown: %s\n", what.c_str());
     return 2;

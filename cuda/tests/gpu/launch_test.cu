@@ -115,7 +115,7 @@ int Main() {
         Check<A2aGemmFixture<__nv_bfloat16>>(a, ElementType::kBf16, transposed, tile, "a2a_gemm");
         Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, tile, "gemm_a2a");
       }
-      Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, TilePolicy::k256x128,
+      Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, TilePolicy::k128x256,
                                            "gemm_a2a");
       Check<A2aGemmFixture<__half>>(a, ElementType::kF16, transposed, TilePolicy::kAuto,
                                     "a2a_gemm");

@@ -58,6 +58,7 @@ class Heaps {
     layout_.num_ranks = shape.ranks;
     layout_.num_slots = shape.slots;
     layout_.slot_bytes = slot_bytes;
+    layout_.flags_per_source = 1 << 14;  // 256 row blocks of 60 column blocks
     control_ = layout_;
     char* base = shape.far ? far_.Allocate(layout_) : nullptr;
     for (int r = 0; r < shape.ranks; ++r) {
@@ -203,7 +204,7 @@ inline int NumSms() {
 
 inline LaunchPlan PlanFor(int ranks, bool push) {
   LaunchPlan plan;
-  plan.ctas = NumSms() * g_devices / ranks;
+  plan.ctas = NumSms() * g_devices / ranks / 2 * 2;  // whole clusters
   plan.comm_ctas = push ? std::min(plan.ctas, kPushingCtas) : plan.ctas;
   return plan;
 }

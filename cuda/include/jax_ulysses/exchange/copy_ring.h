@@ -39,8 +39,9 @@ class CopyRing {
  public:
   // One stage less than there are: reading a stage out takes far less time than filling it.
   static constexpr int kLoadsAhead = kStages - 1;
-  // Stores that may still be under way when a signal is given: it must not hold up those behind it.
-  static constexpr int kSignalLag = kStages;
+  // Stores that may still be under way when a signal is given: it must not hold up those behind it,
+  // and somebody waits for it.
+  static constexpr int kSignalLag = kStages / 2;
   static_assert(kStages >= 2 && kStages <= 8 && kStageBytes % 128 == 0);
 
   struct Pending {
@@ -68,6 +69,14 @@ class CopyRing {
   // Whole warp. May be called again with other work. On return all stores are complete.
   template <class Work>
   JU_D void Run(Work& work) {
+    Run(work, [] { return true; });
+  }
+
+  // The same; `may_store` is asked once, with the first loads under way. If it says no, nothing is
+  // stored.
+  template <class Work, class MayStore>
+  JU_D void Run(Work& work, MayStore&& may_store) {
+    bool asked = false;
     bool more = work.Next(strip_);
     while (true) {
       while (more && loaded_ - stored_ < kLoadsAhead) {
@@ -83,6 +92,11 @@ class CopyRing {
         if (strip_.rows == 0) more = work.Next(strip_);
       }
       if (stored_ == loaded_) break;
+      if (!asked && !may_store()) {
+        Drop();
+        return;
+      }
+      asked = true;
       Store();
       if constexpr (Work::kSignals) {
         if (unsignalled_ >> kSignalLag != 0) {
@@ -194,6 +208,17 @@ class CopyRing {
       *reinterpret_cast<uint4*>(data + i) = make_uint4(~0u, ~0u, ~0u, ~0u);
     }
     ptx::ProxyFence();
+  }
+
+  // Forgets what has been loaded.
+  JU_D void Drop() {
+    for (; stored_ != loaded_; ++stored_) {
+      if (lead_) ptx::BarrierWait(&storage_.full[store_.stage], store_.parity);
+      store_.Advance();
+    }
+    strip_ = Strip();
+    offset_ = 0;
+    __syncwarp();
   }
 
   // Gives the signal of the chunk that was stored `age` chunks before the last one, if it has one.

@@ -15,6 +15,9 @@ inline constexpr int kMaxFusedSegments = 4;
 // Rows that are sent, or pulled, at a time. A piece that is pushed has one flag.
 inline constexpr int32_t kPieceRows = 16;
 
+// Columns that are stored, and announced, at a time.
+inline constexpr int32_t kBlockColumns = 128;
+
 // Rows that lie side by side in a head shard.
 struct RowSpan {
   int32_t begin;   // row of [B*S]

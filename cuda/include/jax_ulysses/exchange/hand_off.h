@@ -17,11 +17,12 @@ struct HandOffStorage {
   int32_t item[kHandOffDepth];
 };
 
-// A ring with back-pressure. Giver and taker have an object each.
+// A ring with back-pressure. Givers (one thread, or one in each of several warps that give the same
+// items in the same order) and taker have an object each.
 //
-// Edge "hand-off", inside a CTA: the giver's wait for its stores, its arrival on `full` (release),
-// the taker's wait (acquire), and the taker's system-scope release are a chain, so the flag is
-// ordered after the stores though another thread raises it.
+// Edge "hand-off", inside a CTA: the givers' stores (waited for, if they are asynchronous), their
+// arrivals on `full` (release), the taker's wait (acquire), and the taker's system-scope release
+// are a chain, so the flag is ordered after the stores though another thread raises it.
 template <bool kTest>
 class HandOff {
  public:
@@ -29,26 +30,26 @@ class HandOff {
   JU_D explicit HandOff(HandOffStorage& storage, bool removed = false)
       : storage_(storage), removed_(kTest && removed) {}
 
-  JU_D static void Init(HandOffStorage& storage) {
+  JU_D static void Init(HandOffStorage& storage, uint32_t givers) {
     for (int i = 0; i < kHandOffDepth; ++i) {
-      ptx::BarrierInit(&storage.full[i], 1);
+      ptx::BarrierInit(&storage.full[i], givers);
       ptx::BarrierInit(&storage.empty[i], 1);
     }
   }
 
-  // One thread, whose stores are complete.
-  JU_D void GiveByLane(int32_t item) {
+  // One thread, whose stores are ordinary ones or complete. Of several givers one names the item.
+  JU_D void GiveByLane(int32_t item, bool names = true) {
     if (count_ >= kHandOffDepth && !removed_) {
       ptx::BarrierWait(&storage_.empty[slot()], (round() - 1) & 1);
     }
-    storage_.item[slot()] = item;
+    if (names) storage_.item[slot()] = item;
     ptx::BarrierArrive(&storage_.full[slot()]);
     ++count_;
   }
-  // Whole warp; the stores of all its threads are complete.
-  JU_D void Give(int32_t item) {
+  // Whole warp, for the stores of all its threads.
+  JU_D void Give(int32_t item, bool names = true) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) GiveByLane(item);
+    if (threadIdx.x % 32 == 0) GiveByLane(item, names);
   }
 
   // Whole warp. After the work, TakeDone.

@@ -16,33 +16,46 @@ namespace jax_ulysses {
 
 // Rank r makes the blocks of r+1, r+2, ..., its own last. Within a destination: windows of rows;
 // in a window column blocks of all segments; in a column block the row blocks of the window.
+//
+// A tile has one or two column blocks. Those of a rank are numbered through, over all destinations,
+// so that a destination with an odd number of them ends in a tile that it shares with the next one.
+// A unit is what a cluster makes at a time: tiles of the same columns, one above the other. What
+// has no rows or columns left is empty.
 struct TileOrder {
   int32_t tile_rows;
-  int32_t tile_columns;
+  int32_t tile_blocks;
+  int32_t cluster_rows;
   int32_t row_blocks;
+  int32_t row_units;
   int32_t col_blocks[kMaxFusedSegments];  // of one block of a segment
   int32_t all_col_blocks;                 // of a destination
-  int32_t num_tiles;
+  int32_t num_units;
 
-  struct Tile {
+  // One column block of a tile.
+  struct Part {
     int32_t dest;  // the first one, if the block is shared
     int32_t seg;
     int32_t row_block;
     int32_t col_block;  // within the block of the segment
     int32_t flag;
+    bool empty;
   };
 
-  JU_HD static constexpr TileOrder Make(const Geometry& g, int32_t tile_rows,
-                                        int32_t tile_columns) {
+  JU_HD static constexpr TileOrder Make(const Geometry& g, int32_t tile_rows, int32_t tile_blocks,
+                                        int32_t cluster_rows) {
     TileOrder order{};
     order.tile_rows = tile_rows;
-    order.tile_columns = tile_columns;
+    order.tile_blocks = tile_blocks;
+    order.cluster_rows = cluster_rows;
     order.row_blocks = static_cast<int32_t>(CeilDiv(g.rows, tile_rows));
+    order.row_units = static_cast<int32_t>(CeilDiv(order.row_blocks, cluster_rows));
+    int32_t columns = 0;
     for (int seg = 0; seg < g.num_segments; ++seg) {
-      order.col_blocks[seg] = static_cast<int32_t>(CeilDiv(g.columns[seg], tile_columns));
+      order.col_blocks[seg] = static_cast<int32_t>(CeilDiv(g.columns[seg], kBlockColumns));
       order.all_col_blocks += order.col_blocks[seg];
-      order.num_tiles += order.col_blocks[seg] * g.num_blocks(seg) * order.row_blocks;
+      columns += order.col_blocks[seg] * g.num_blocks(seg);
     }
+    order.num_units = order.Units(columns) * order.row_units;
     return order;
   }
 
@@ -59,25 +72,34 @@ struct TileOrder {
     return dest % copies == 0 && dest / copies != first / copies;
   }
 
-  JU_HD constexpr Tile At(const Geometry& g, int32_t index) const {
+  // Part `part` of the tile that the CTA makes in the unit.
+  JU_HD constexpr Part At(const Geometry& g, int32_t unit, int32_t cta_in_cluster,
+                          int32_t part) const {
     int32_t step = 0;
-    int32_t blocks = 0;  // column blocks made at this step
-    while (true) {
-      blocks = 0;
-      for (int seg = 0; seg < g.num_segments; ++seg) {
-        if (MadeAt(g, seg, step)) blocks += col_blocks[seg];
-      }
-      if (index < blocks * row_blocks) break;
-      index -= blocks * row_blocks;
-      ++step;
+    int32_t done = 0;                              // column blocks of the steps before
+    int32_t blocks = ColumnBlocksMadeAt(g, step);  // of this step
+    int32_t units = Units(blocks);                 // of this step, in a row
+    while (unit >= units * row_units) {
+      unit -= units * row_units;
+      done += blocks;
+      blocks = ColumnBlocksMadeAt(g, ++step);
+      units = Units(done + blocks) - Units(done);
     }
-    const int32_t window_blocks = kWindowRows / tile_rows;
-    const int32_t window = index / (window_blocks * blocks);
-    index -= window * window_blocks * blocks;
-    const int32_t left = row_blocks - window * window_blocks;
-    const int32_t height = left < window_blocks ? left : window_blocks;
-    int32_t col_block = index / height;
-    const int32_t row_block = window * window_blocks + index - col_block * height;
+    const int32_t window_units = kWindowRows / (tile_rows * cluster_rows);
+    const int32_t window = unit / (window_units * units);
+    unit -= window * window_units * units;
+    const int32_t left = row_units - window * window_units;
+    const int32_t height = left < window_units ? left : window_units;
+    const int32_t col_unit = unit / height;
+    const int32_t row_block =
+        (window * window_units + unit - col_unit * height) * cluster_rows + cta_in_cluster;
+    // In the last tile of a step this may be a block of a later one.
+    int32_t col_block = (Units(done) + col_unit) * tile_blocks + part - done;
+    while (col_block >= blocks) {
+      if (++step == g.num_ranks) return {g.rank, 0, row_block, 0, 0, true};
+      col_block -= blocks;
+      blocks = ColumnBlocksMadeAt(g, step);
+    }
     int seg = 0;
     int32_t flag = 0;
     while (true) {
@@ -88,7 +110,7 @@ struct TileOrder {
       ++seg;
     }
     return {(g.rank + 1 + step) % g.num_ranks, seg, row_block, col_block,
-            row_block * all_col_blocks + flag + col_block};
+            row_block * all_col_blocks + flag + col_block, row_block >= row_blocks};
   }
 
   // Segment of column block `col_block` of a destination, counted over all segments. The flag of
@@ -97,6 +119,19 @@ struct TileOrder {
     int seg = 0;
     while (col_block >= col_blocks[seg]) col_block -= col_blocks[seg++];
     return seg;
+  }
+
+ private:
+  JU_HD constexpr int32_t ColumnBlocksMadeAt(const Geometry& g, int32_t step) const {
+    int32_t blocks = 0;
+    for (int seg = 0; seg < g.num_segments; ++seg) {
+      if (MadeAt(g, seg, step)) blocks += col_blocks[seg];
+    }
+    return blocks;
+  }
+  // Tiles in a row that begin before column block `end`.
+  JU_HD constexpr int32_t Units(int32_t end) const {
+    return (end + tile_blocks - 1) / tile_blocks;  // 32 bits: this runs before every tile
   }
 };
 

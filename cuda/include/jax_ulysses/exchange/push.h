@@ -12,8 +12,8 @@
 
 namespace jax_ulysses {
 
-// Row blocks that GEMM and communication walk together before they go on: a panel of w stays in
-// the cache, and the sender is never far from what the GEMM waits for.
+// Rows that GEMM and communication walk together before they go on: a panel of w stays in the
+// cache, and the sender is never far from what the GEMM waits for.
 inline constexpr int32_t kWindowRows = 512;
 
 // The GEMM of rank r takes its K blocks from sources r, r+1, ..., so rank s is needed first by
@@ -23,6 +23,7 @@ struct PushOrder {
   int32_t rank;
   int32_t rows;
   int32_t first_step;  // 0: the own block goes through the slot too; 1: it is read in place
+  int32_t window_pieces = kWindowRows / kPieceRows;
 
   struct Item {
     int32_t dest;
@@ -35,14 +36,55 @@ struct PushOrder {
   JU_HD constexpr int32_t num_items() const { return (num_ranks - first_step) * num_pieces(); }
   JU_HD constexpr Item At(int32_t index) const {
     const int32_t steps = num_ranks - first_step;
-    constexpr int32_t kWindow = kWindowRows / kPieceRows;
-    const int32_t window = index / (steps * kWindow);
-    const int32_t left = num_pieces() - window * kWindow;
-    const int32_t pieces = left < kWindow ? left : kWindow;
-    const int32_t within = index - window * steps * kWindow;
-    const int32_t step = pieces == kWindow ? within / kWindow : within / pieces;
+    const int32_t window = index / (steps * window_pieces);
+    const int32_t left = num_pieces() - window * window_pieces;
+    const int32_t pieces = left < window_pieces ? left : window_pieces;
+    const int32_t within = index - window * steps * window_pieces;
+    const int32_t step = within / pieces;
     const int32_t dest = rank - step - first_step;
-    return {dest < 0 ? dest + num_ranks : dest, window * kWindow + within - step * pieces};
+    return {dest < 0 ? dest + num_ranks : dest, window * window_pieces + within - step * pieces};
+  }
+};
+
+// The CTAs that communicate are spread over those of the rank: worker w is CTA w * ctas / workers.
+struct CommWorker {
+  int32_t index;
+  bool communicates;
+
+  JU_HD static constexpr CommWorker Of(int32_t cta, int32_t ctas, int32_t workers) {
+    const int32_t index = (cta * workers + ctas - 1) / ctas;
+    return {index, index < workers && index * ctas / workers == cta};
+  }
+};
+
+// Tiles of y: windows of rows; in a window column after column, and down each column. A unit is
+// what a cluster makes at a time: `cluster_rows` tiles of a column, one a CTA. The last of them may
+// lie below the last row, where there is nothing to wait for, to add up or to store.
+struct OutputTiles {
+  int32_t row_blocks;
+  int32_t col_blocks;
+  int32_t window_blocks;  // a multiple of cluster_rows
+  int32_t cluster_rows;
+
+  struct Tile {
+    int32_t row_block;
+    int32_t col_block;
+  };
+  JU_HD constexpr int32_t num_units() const { return row_units() * col_blocks; }
+  JU_HD constexpr Tile At(int32_t unit, int32_t cta_in_cluster) const {
+    const int32_t window_units = window_blocks / cluster_rows;
+    const int32_t window = unit / (window_units * col_blocks);
+    unit -= window * window_units * col_blocks;
+    const int32_t left = row_units() - window * window_units;
+    const int32_t height = left < window_units ? left : window_units;
+    const int32_t col_block = unit / height;
+    const int32_t row_unit = window * window_units + unit - col_block * height;
+    return {row_unit * cluster_rows + cta_in_cluster, col_block};
+  }
+
+ private:
+  JU_HD constexpr int32_t row_units() const {
+    return static_cast<int32_t>(CeilDiv(row_blocks, cluster_rows));
   }
 };
 
@@ -71,26 +113,44 @@ struct PushArgs {
   char* gathered = nullptr;                   // [rows, C], or null
   int32_t element_bytes = 2;
   int32_t own_in_place = 0;
+  int32_t window_rows = kWindowRows;
+  // The first items are pushed by all CTAs, because the first tiles wait for them; the others by
+  // those that communicate.
+  int32_t head_items = 0;
 
   JU_HD constexpr PushOrder order() const {
-    return {geometry.num_ranks, geometry.rank, geometry.rows, own_in_place};
+    return {geometry.num_ranks, geometry.rank, geometry.rows, own_in_place,
+            window_rows / kPieceRows};
   }
 };
 
-// Pushes every worker-th piece, and hands each one that is written to the publisher warp.
+// The pieces of one CTA: some of the head, then, if it communicates, some of the rest.
+struct PushShare {
+  int32_t item;         // the first one
+  int32_t head_stride;  // CTAs
+  int32_t rest;         // the first one behind the head
+  int32_t rest_stride;  // CTAs that communicate; 0: this one does not
+
+  JU_HD static constexpr PushShare Make(const PushArgs& args, int32_t cta, int32_t ctas,
+                                        int32_t comm_ctas) {
+    const CommWorker worker = CommWorker::Of(cta, ctas, comm_ctas);
+    return {cta, ctas, args.head_items + worker.index, worker.communicates ? comm_ctas : 0};
+  }
+};
+
+// Pushes the pieces of a CTA, and hands each one that is written to the publisher warp.
 template <bool kTest, class Protocol>
 class PushWork {
  public:
   static constexpr bool kSignals = true;
 
   JU_D PushWork(const PushArgs& args, const Protocol& protocol, HandOff<kTest>& hand_off,
-                int32_t worker, int32_t workers)
+                const PushShare& share)
       : args_(args),
         peers_(protocol.call().peers),
         hand_off_(hand_off),
         slot_offset_(protocol.call().layout.slot(protocol.slot_index())),
-        item_(worker - workers),
-        stride_(workers) {}
+        share_(share) {}
 
   JU_D bool Next(Strip& strip) {
     const Geometry& g = args_.geometry;
@@ -118,7 +178,14 @@ class PushWork {
  private:
   JU_D bool NextItem() {
     const PushOrder order = args_.order();
-    item_ += stride_;
+    if (share_.item < args_.head_items) {
+      item_ = share_.item;
+      share_.item += share_.head_stride;
+    } else {
+      item_ = share_.rest;
+      share_.rest += share_.rest_stride;
+      if (share_.rest_stride == 0) return false;
+    }
     if (item_ >= order.num_items()) return false;
     const PushOrder::Item item = order.At(item_);
     dest_ = item.dest;
@@ -132,8 +199,8 @@ class PushWork {
   const PeerTable& peers_;
   HandOff<kTest>& hand_off_;
   const int64_t slot_offset_;
-  int32_t item_;
-  const int32_t stride_;
+  PushShare share_;
+  int32_t item_ = 0;
   int32_t dest_ = 0;
   int32_t seg_ = kMaxFusedSegments;
   int32_t begin_ = 0;
@@ -149,7 +216,7 @@ JU_D void PublishPieces(const PushArgs& args, Protocol& protocol, HandOff<kTest>
     const int32_t index = hand_off.Take();
     if (index == kNoSignal) break;
     // Edge "tile", here per piece: released to the destination, system scope; acquired by the
-    // producer warp of its GEMM (WaitPiecesWarp) and by its GatherWork.
+    // watcher warps of its GEMM (WaitPiecesWarp) and by its GatherWork.
     const PushOrder::Item item = order.At(index);
     if (threadIdx.x % 32 == 0) protocol.PublishTile(item.dest, item.piece);
     hand_off.TakeDone();
@@ -206,7 +273,7 @@ class GatherWork {
   JU_D bool NextItem() {
     // The order in which the GEMM consumes, so that the rows are likely in the cache.
     const Geometry& g = args_.geometry;
-    const PushOrder order = {g.num_ranks, g.rank, g.rows, 0};
+    const PushOrder order = {g.num_ranks, g.rank, g.rows, 0, args_.window_rows / kPieceRows};
     item_ += stride_;
     if (item_ >= order.num_items()) return false;
     const PushOrder::Item item = order.At(item_);

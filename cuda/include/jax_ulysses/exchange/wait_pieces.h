@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a warp waits for pieces that other ranks push: one flag a lane. In both forms the proxy fence
-// lets the async proxy (bulk and TMA loads) read what the generic proxy has just acquired.
+// How a warp waits for pieces that other ranks push: one flag a lane.
 #ifndef JAX_ULYSSES_EXCHANGE_WAIT_PIECES_H_
 #define JAX_ULYSSES_EXCHANGE_WAIT_PIECES_H_
 
@@ -9,7 +8,8 @@
 
 namespace jax_ulysses {
 
-// One warp: waits for the pieces of rows [begin, end) from `source`, one piece per lane.
+// One warp: waits for the pieces of rows [begin, end) from `source`, one piece per lane. The proxy
+// fence lets the async proxy (bulk and TMA loads) read what the generic proxy has just acquired.
 template <bool kTest, class Protocol>
 JU_D bool WaitPiecesWarp(Protocol& protocol, const TestHooks& hooks, int32_t source, int32_t begin,
                          int32_t end) {
@@ -24,32 +24,64 @@ JU_D bool WaitPiecesWarp(Protocol& protocol, const TestHooks& hooks, int32_t sou
   return ok;
 }
 
-// The same, begun early: the flags are read by Begin and looked at by Finish, with the loads of
-// another block in between.
-template <bool kTest, class Protocol>
-class PiecesPeek {
- public:
-  // Whole warp. At most 32 pieces.
-  JU_D void Begin(const Protocol& protocol, int32_t source, int32_t begin, int32_t end) {
-    const int32_t piece = begin / kPieceRows + static_cast<int32_t>(threadIdx.x % 32);
-    mine_ = piece * kPieceRows < end;
-    source_ = source;
-    if (mine_) word_ = protocol.PeekTile(source, piece);
+// One warp: of the pieces of rows [begin, end), which are at most kWatchedPieces, how many of the
+// next sources have sent all: at least 1, at most kWatchedSources or `count`. source(i) is the i-th
+// of them. If the first has not, it waits for it; otherwise one acquire does for all. Sources for
+// which known(i) is true count as arrived.
+inline constexpr int32_t kWatchedPieces = 8;
+inline constexpr int32_t kWatchedSources = 32 / kWatchedPieces;
+
+template <bool kTest, class Protocol, class Source, class Known>
+JU_D int32_t WaitSourcesWarp(Protocol& protocol, const TestHooks& hooks, int32_t begin, int32_t end,
+                             int32_t count, Source&& source, Known&& known) {
+  const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t mine = lane / kWatchedPieces;
+  const int32_t piece = begin / kPieceRows + lane % kWatchedPieces;
+  const bool asks = mine < count && piece * kPieceRows < end && !known(mine);
+  const bool here = !asks || protocol.IsReady(protocol.PeekTile(source(mine), piece));
+  const uint32_t missing = ~__ballot_sync(~0u, here);
+  int32_t arrived = missing == 0 ? kWatchedSources : (__ffs(missing) - 1) / kWatchedPieces;
+  if (arrived > count) arrived = count;
+  if (arrived == 0) {
+    WaitPiecesWarp<kTest>(protocol, hooks, source(0), begin, end);
+    return 1;
   }
-  // True if everything from `source` had arrived by then; it is then acquired.
-  JU_D bool Finish(const Protocol& protocol, const TestHooks& hooks, int32_t source) {
-    if (source != source_ || !__all_sync(~0u, !mine_ || protocol.IsReady(word_))) return false;
+  if (__any_sync(~0u, asks)) {
     protocol.AcquirePeeked();
     __syncwarp();
     if (!TestHooks::Removed<kTest>(hooks, kEdgeProxyFence)) ptx::ProxyFence();
     TestHooks::DelayRead<kTest>(hooks);
-    return true;
+  }
+  return arrived;
+}
+
+// How far the watcher warp of a CTA has come: blocks of K that have arrived, in the order in which
+// the producer loads them. Waiting costs about 1.2 us even for what arrived long ago (the load of a
+// flag, the fences of an acquire), which in the producer would empty the pipeline.
+//
+// Edge "arrivals", inside a CTA: the watcher's acquires and its proxy fence, the release of the
+// count (CTA scope), the producer's acquire of it and its loads are a chain, so that they see what
+// the source wrote.
+class Arrivals {
+ public:
+  JU_D explicit Arrivals(uint32_t& count) : count_(count) {}
+
+  // Watcher, whole warp: `blocks` more. The warp must have met since its waits.
+  JU_D void Add(int32_t blocks) {
+    mine_ += static_cast<uint32_t>(blocks);
+    if (threadIdx.x % 32 == 0) ptx::StoreReleaseShared(&count_, mine_);
+  }
+  // Producer, whole warp: waits for the next block. The watcher gives up on an abort.
+  JU_D void WaitNext() {
+    ++mine_;
+    while (static_cast<int32_t>(ptx::LoadAcquireShared(&count_) - mine_) < 0) {
+    }
+    __syncwarp();
   }
 
  private:
-  int32_t source_ = -1;
-  bool mine_ = false;
-  uint32_t word_ = 0;
+  uint32_t& count_;  // zero at first
+  uint32_t mine_ = 0;
 };
 
 }  // namespace jax_ulysses

@@ -14,13 +14,32 @@ namespace jax_ulysses {
 
 template <class C>
 struct GemmA2aParams {
+  using Config = C;
   RankCall call;
   PullArgs args;
   int32_t depth = 0;  // D: columns of x
+  const typename C::Element* bias = nullptr;  // of all columns, or null
   typename C::Mainloop::Params operands;
-  typename C::Epilogue::Params to_slot[kMaxSlots][kMaxFusedSegments];
-  typename C::Epilogue::Params to_output[kMaxFusedSegments];  // own block, if own_in_place
 };
+
+// Where a part of a tile is stored: the output, if it is the own block in place, or the slot.
+template <class C>
+JU_D TileOutput<typename C::Element> OutputOf(const GemmA2aParams<C>& p, const PullArgs& pull,
+                                              char* slot, const TileOrder::Part& part,
+                                              bool in_place) {
+  using Element = typename C::Element;
+  const Geometry& g = pull.geometry;
+  const int32_t columns = g.columns[part.seg];
+  const int32_t row = part.row_block * C::kTileM;
+  const int32_t column = part.col_block * kBlockColumns;
+  char* const block =
+      in_place ? pull.out[part.seg]
+               : slot + MadeBlockOffset(g, part.seg, g.block(part.seg, part.dest), sizeof(Element));
+  const int64_t first = in_place ? g.HeadShardRows(g.rank, row).begin : row;
+  return {reinterpret_cast<Element*>(block) + first * columns + column,
+          p.bias == nullptr ? nullptr : p.bias + g.block_begin(part.seg, part.dest) + column,
+          columns, g.rows - row, columns - column};
+}
 
 template <class C>
 JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const PullArgs& pull,
@@ -39,109 +58,127 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
   BeginRank<C::kTest>(call, shared.rank);
   if (threadIdx.x == 0) {
     C::Ring::Init(shared.ring);
-    HandOff<C::kTest>::Init(shared.hand_off);
+    HandOff<C::kTest>::Init(shared.hand_off, kConsumerWarps);
     ptx::BarrierInitFence();
   }
-  GemmPipelines<C> pipelines(shared);
-  __syncthreads();
+  auto pipeline = MakePipeline<C>(shared);
+  ClusterSync<C>();
 
   const int32_t k_tiles = static_cast<int32_t>(CeilDiv(p.depth, C::kTileK));
-  const bool run = !shared.rank.aborted;
-  // Whether a tile goes straight into the output.
-  auto in_place = [&](const TileOrder::Tile& tile) {
-    return tile.dest == g.rank && !PullOrder::OwnInSlot(g, tile.seg, pull.own_in_place);
+  const int32_t first_unit = cta / C::kCluster;
+  const int32_t unit_stride = call.ctas / C::kCluster;
+  const int32_t in_cluster = cta % C::kCluster;
+  const bool run = !AnyAborted<C>(shared);
+  // Whether a part goes straight into the output.
+  auto in_place = [&](const TileOrder::Part& part) {
+    return part.dest == g.rank && !PullOrder::OwnInSlot(g, part.seg, pull.own_in_place);
   };
   if (role == WarpRole::kConsumer) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-    Consumer<C> consumer(pipelines, shared);
+    Consumer<C> consumer(pipeline, shared);
     Protocol protocol(call.info);
     HandOff<C::kTest> hand_off(shared.hand_off,
                                TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
-    const int64_t slot = call.communicate ? protocol.slot_index() : 0;
+    char* const slot = call.info.peers.heap[g.rank] +
+                       call.info.layout.slot(call.communicate ? protocol.slot_index() : 0);
+    const int thread = Consumer<C>::thread();
     bool asked = !call.communicate;
     bool credit = true;
-    for (int32_t i = cta; run && i < order.num_tiles; i += call.ctas) {
-      const TileOrder::Tile tile = order.At(g, i);
+    for (int32_t i = first_unit; run && i < order.num_units; i += unit_stride) {
+      // Before the tile is made: what follows it holds up the next one.
+      TileOrder::Part parts[C::kBlocks];
+      bool in_slot = false;
+#pragma unroll
+      for (int b = 0; b < C::kBlocks; ++b) {
+        parts[b] = order.At(g, i, in_cluster, b);
+        in_slot = in_slot || !(parts[b].empty || in_place(parts[b]));
+      }
       auto accumulator = Consumer<C>::MakeAccumulator();
       consumer.Accumulate(accumulator, k_tiles, p.operands);
       if constexpr (C::kTest) TestHooks::Sleep(call.hooks.epilogue_delay_ns);
-      if (in_place(tile)) {
-        const int32_t row = g.HeadShardRows(g.rank, tile.row_block * C::kTileM).begin;
-        // With one run the output map begins at it; else every run begins at a whole tile.
-        const bool one_run = g.rows == g.run_rows;
-        consumer.Store(p.to_output[tile.seg], one_run ? g.rows : g.rows * g.num_ranks,
-                       g.columns[tile.seg], 1, one_run ? tile.row_block : row / C::kTileM,
-                       tile.col_block, 0, accumulator);
-        continue;
-      }
-      if (!asked) {
+      if (in_slot && !asked) {
         // Edge "credit". Without it, after an abort, no slot is touched and no flag raised.
         credit = Consumer<C>::All(WaitSlotFreeWarp(protocol));
         asked = true;
       }
-      if (!credit) {
-        if (Consumer<C>::is_storing_warp()) hand_off.Give(kNoSignal);
-        continue;
-      }
       // The negative control: the flag before the data.
-      const bool first = TestHooks::FlagsFirst<C::kTest>(call.hooks);
-      if (first) {
-        if (Consumer<C>::is_storing_warp()) hand_off.Give(0);
-        TestHooks::Sleep(call.hooks.epilogue_delay_ns);
-      }
-      consumer.Store(p.to_slot[slot][tile.seg], g.rows, g.columns[tile.seg], g.num_blocks(tile.seg),
-                     tile.row_block, tile.col_block, g.block(tile.seg, tile.dest), accumulator);
-      if (call.communicate && !first && Consumer<C>::is_storing_warp()) {
-        // Bulk groups belong to the thread that committed them. Complete, not only read: the flag
-        // says that the bytes are in memory.
-        if (TestHooks::Removed<C::kTest>(call.hooks, kEdgeBulkComplete)) {
-          ptx::BulkWaitRead<0>();
-        } else {
-          ptx::BulkWait<0>();
-        }
-        hand_off.Give(0);
-      }
+      const bool first = TestHooks::Adversary<C::kTest>(call.hooks) &&
+                         TestHooks::Removed<C::kTest>(call.hooks, kEdgeTileRelease);
+      auto give = [&](bool now) {
+        if (now && call.communicate && in_slot) hand_off.Give(credit ? 0 : kNoSignal, thread < 32);
+      };
+      give(first);
+      if (first) TestHooks::Sleep(call.hooks.epilogue_delay_ns);
+      auto store = [&](auto block) {
+        const TileOrder::Part& part = parts[block.value];
+        const bool own = in_place(part);
+        if (part.empty || !(own || credit)) return;
+        StoreBlock<block.value>(accumulator, OutputOf(p, pull, slot, part, own), thread);
+      };
+      store(cute::_0{});
+      if constexpr (C::kBlocks == 2) store(cute::_1{});
+      give(!first);
     }
-    ptx::BulkWait<0>();
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (run && role == WarpRole::kProducer) {
-      Producer<C> producer(pipelines, shared);
-      for (int32_t i = cta; i < order.num_tiles; i += call.ctas) {
-        const TileOrder::Tile tile = order.At(g, i);
-        producer.Load(p.operands, {g.rows, p.depth, 1}, {p.depth, g.fused_columns},
-                      tile.row_block * C::kTileM, 0, 0,
-                      g.block_begin(tile.seg, tile.dest) + tile.col_block * C::kTileN, k_tiles);
+      Producer<C> producer(pipeline, shared);
+      for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {
+        int32_t columns[C::kBlocks];
+        int32_t row = 0;
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) {
+          const TileOrder::Part part = order.At(g, i, in_cluster, b);
+          row = part.row_block * C::kTileM;
+          columns[b] = g.block_begin(part.seg, part.dest) + (part.col_block - b) * kBlockColumns;
+        }
+        producer.Load(p.operands, {g.rows, p.depth, 1}, {p.depth, g.fused_columns}, row, 0, 0,
+                      columns, k_tiles);
       }
       producer.Tail();
     } else if (run && call.communicate && role == WarpRole::kCommunicator) {
       Protocol protocol(call.info);
-      const int32_t worker = (cta * call.comm_ctas + call.ctas - 1) / call.ctas;
-      if (worker * call.ctas / call.comm_ctas == cta && worker < call.comm_ctas) {
+      const CommWorker worker = CommWorker::Of(cta, call.ctas, call.comm_ctas);
+      if (worker.communicates) {
         typename C::Ring ring(shared.ring, call.hooks);
-        PullWork<C::kTest, Protocol> pieces(pull, protocol, call.hooks, worker, call.comm_ctas);
+        PullWork<C::kTest, Protocol> pieces(pull, protocol, call.hooks, worker.index,
+                                            call.comm_ctas);
         ring.Run(pieces);
       }
     } else if (run && call.communicate && role == WarpRole::kPublisher) {
       Protocol protocol(call.info);
       HandOff<C::kTest> hand_off(shared.hand_off,
                                  TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
-      for (int32_t i = cta; i < order.num_tiles; i += call.ctas) {
-        const TileOrder::Tile tile = order.At(g, i);
-        if (in_place(tile)) continue;
+      for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {
+        TileOrder::Part parts[C::kBlocks];
+        bool in_slot = false;
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) {
+          parts[b] = order.At(g, i, in_cluster, b);
+          parts[b].empty = parts[b].empty || in_place(parts[b]);
+          in_slot = in_slot || !parts[b].empty;
+        }
+        if (!in_slot) continue;
         const bool stored = hand_off.Take() != kNoSignal;
         // Edge "tile": released to every owner of the block, system scope.
-        const int32_t copies = g.replicas[tile.seg];
-        const int32_t first = tile.dest / copies * copies;
-        for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); stored && j < copies; j += 32) {
-          protocol.PublishTile(first + j, tile.flag);
+#pragma unroll
+        for (int b = 0; b < C::kBlocks; ++b) {
+          const TileOrder::Part& part = parts[b];
+          if (part.empty) continue;
+          const int32_t copies = g.replicas[part.seg];
+          const int32_t first = part.dest / copies * copies;
+          for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); stored && j < copies; j += 32) {
+            protocol.PublishTile(first + j, part.flag);
+          }
         }
         hand_off.TakeDone();
       }
-    } else if (run && call.communicate && role == WarpRole::kIdle && cta == 0) {
+    } else if (run && call.communicate && role == WarpRole::kWatcher && cta == 0) {
       CheckEntries<C::kTest>(call);
     }
   }
+  // Until here the other CTA of the cluster may write into this one's shared memory.
+  ClusterSync<C>();
   EndRank<C::kTest>(call, shared.rank);
 }
 

@@ -88,6 +88,33 @@ JU_D void BulkWaitRead() {
 // Orders what the generic proxy observed or wrote before what the async proxy does next.
 JU_D void ProxyFence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// A word of this CTA's shared memory, with release and acquire at CTA scope.
+JU_D void StoreReleaseShared(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(SharedAddress(word)), "r"(value)
+               : "memory");
+}
+JU_D uint32_t LoadAcquireShared(const uint32_t* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(SharedAddress(word))
+               : "memory");
+  return value;
+}
+
+// A word at the same place in the shared memory of CTA `cta` of this cluster.
+JU_D uint32_t LoadClusterShared(const uint32_t* word, uint32_t cta) {
+  uint32_t value;
+  asm volatile(
+      "{\n.reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %1, %2;\n"
+      "ld.shared::cluster.u32 %0, [there];\n}"
+      : "=r"(value)
+      : "r"(SharedAddress(word)), "r"(cta)
+      : "memory");
+  return value;
+}
+
 JU_D uint64_t GlobalTimer() {
   uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
