@@ -113,7 +113,7 @@ function(jax_ulysses_add_gpu_tests)
   add_library(jax_ulysses_test_support STATIC cuda/kernels/checks.cc
                                               cuda/tests/gpu/entry_exchange.cu)
   _jax_ulysses_cuda_options(jax_ulysses_test_support)
-  foreach(program IN ITEMS fused_test exchange_test fused_bench devices_test devices_bench)
+  foreach(program IN ITEMS fused_test exchange_test fused_bench devices_test devices_bench pure_bench)
     add_executable(${program} cuda/tests/gpu/${program}.cu)
     _jax_ulysses_cuda_options(${program})
     target_link_libraries(${program} PRIVATE jax_ulysses_test_kernels jax_ulysses_test_support)

@@ -30,6 +30,10 @@ struct TileOrder {
   int32_t col_blocks[kMaxFusedSegments];  // of one block of a segment
   int32_t all_col_blocks;                 // of a destination
   int32_t num_units;
+  // What is made at a step: the number of column blocks, and from bit kSegmentBit on a bit for each
+  // segment. From a table, because kernels look a tile up before each that they make.
+  uint32_t steps[kMaxRanks];
+  static constexpr int kSegmentBit = 24;
 
   // One column block of a tile.
   struct Part {
@@ -54,6 +58,11 @@ struct TileOrder {
       order.col_blocks[seg] = static_cast<int32_t>(CeilDiv(g.columns[seg], kBlockColumns));
       order.all_col_blocks += order.col_blocks[seg];
       columns += order.col_blocks[seg] * g.num_blocks(seg);
+      for (int32_t step = 0; step < g.num_ranks; ++step) {
+        if (!MadeAt(g, seg, step)) continue;
+        order.steps[step] += static_cast<uint32_t>(order.col_blocks[seg]);
+        order.steps[step] |= 1u << (kSegmentBit + seg);
+      }
     }
     order.num_units = order.Units(columns) * order.row_units;
     return order;
@@ -76,14 +85,12 @@ struct TileOrder {
   JU_HD constexpr Part At(const Geometry& g, int32_t unit, int32_t cta_in_cluster,
                           int32_t part) const {
     int32_t step = 0;
-    int32_t done = 0;                              // column blocks of the steps before
-    int32_t blocks = ColumnBlocksMadeAt(g, step);  // of this step
-    int32_t units = Units(blocks);                 // of this step, in a row
+    int32_t done = 0;                  // column blocks of the steps before
+    int32_t units = Units(Blocks(0));  // of this step, in a row
     while (unit >= units * row_units) {
       unit -= units * row_units;
-      done += blocks;
-      blocks = ColumnBlocksMadeAt(g, ++step);
-      units = Units(done + blocks) - Units(done);
+      done += Blocks(step++);
+      units = Units(done + Blocks(step)) - Units(done);
     }
     const int32_t window_units = kWindowRows / (tile_rows * cluster_rows);
     const int32_t window = unit / (window_units * units);
@@ -95,22 +102,24 @@ struct TileOrder {
         (window * window_units + unit - col_unit * height) * cluster_rows + cta_in_cluster;
     // In the last tile of a step this may be a block of a later one.
     int32_t col_block = (Units(done) + col_unit) * tile_blocks + part - done;
-    while (col_block >= blocks) {
+    while (col_block >= Blocks(step)) {
+      col_block -= Blocks(step);
       if (++step == g.num_ranks) return {g.rank, 0, row_block, 0, 0, true};
-      col_block -= blocks;
-      blocks = ColumnBlocksMadeAt(g, step);
     }
     int seg = 0;
     int32_t flag = 0;
     while (true) {
-      const bool made = MadeAt(g, seg, step);
+      const bool made = (steps[step] >> (kSegmentBit + seg) & 1) != 0;
       if (made && col_block < col_blocks[seg]) break;
       if (made) col_block -= col_blocks[seg];
-      flag += col_blocks[seg];
-      ++seg;
+      flag += col_blocks[seg++];
     }
-    return {(g.rank + 1 + step) % g.num_ranks, seg, row_block, col_block,
-            row_block * all_col_blocks + flag + col_block, row_block >= row_blocks};
+    int32_t dest = g.rank + 1 + step;
+    if (dest >= g.num_ranks) dest -= g.num_ranks;
+    return {dest,      seg,
+            row_block, col_block,
+            row_block * all_col_blocks + flag + col_block,
+            row_block >= row_blocks};
   }
 
   // Segment of column block `col_block` of a destination, counted over all segments. The flag of
@@ -122,16 +131,12 @@ struct TileOrder {
   }
 
  private:
-  JU_HD constexpr int32_t ColumnBlocksMadeAt(const Geometry& g, int32_t step) const {
-    int32_t blocks = 0;
-    for (int seg = 0; seg < g.num_segments; ++seg) {
-      if (MadeAt(g, seg, step)) blocks += col_blocks[seg];
-    }
-    return blocks;
+  JU_HD constexpr int32_t Blocks(int32_t step) const {
+    return static_cast<int32_t>(steps[step] & ((1u << kSegmentBit) - 1));
   }
   // Tiles in a row that begin before column block `end`.
   JU_HD constexpr int32_t Units(int32_t end) const {
-    return (end + tile_blocks - 1) / tile_blocks;  // 32 bits: this runs before every tile
+    return (end + tile_blocks - 1) >> (tile_blocks - 1);  // of 1 or 2: no division
   }
 };
 

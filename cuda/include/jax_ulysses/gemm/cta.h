@@ -75,7 +75,7 @@ struct GemmConfig {
     uint32_t arrivals;
   };
   // The rest is for the parameters of a world (WorldKernel).
-  static_assert(sizeof(Shared) + 1024 <= kSharedBytes);
+  static_assert(sizeof(Shared) + 2048 <= kSharedBytes);
 };
 
 enum class WarpRole { kProducer, kCommunicator, kPublisher, kWatcher, kConsumer };

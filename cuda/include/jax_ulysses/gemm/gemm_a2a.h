@@ -22,13 +22,36 @@ struct GemmA2aParams {
   typename C::Mainloop::Params operands;
 };
 
+// A part in few registers: consumers keep it beside their accumulators.
+struct PackedPart {
+  uint32_t bits;  // segment, destination, empty, in place; column block
+  int32_t row_block;
+
+  JU_D PackedPart() = default;
+  JU_D PackedPart(const TileOrder::Part& part, bool in_place)
+      : bits(static_cast<uint32_t>(part.seg) | static_cast<uint32_t>(part.dest) << 4 |
+             static_cast<uint32_t>(part.empty) << 14 | static_cast<uint32_t>(in_place) << 15 |
+             static_cast<uint32_t>(part.col_block) << 16),
+        row_block(part.row_block) {}
+  JU_D int32_t seg() const { return static_cast<int32_t>(bits & 15); }
+  JU_D int32_t dest() const { return static_cast<int32_t>(bits >> 4 & 1023); }
+  JU_D bool empty() const { return (bits >> 14 & 1) != 0; }
+  JU_D bool in_place() const { return (bits >> 15 & 1) != 0; }
+  JU_D int32_t col_block() const { return static_cast<int32_t>(bits >> 16); }
+  JU_D bool in_slot() const { return !empty() && !in_place(); }
+};
+static_assert(kMaxRanks <= 1024 && kMaxFusedSegments <= 16);
+
 // Where a part of a tile is stored: the output, if it is the own block in place, or the slot.
 template <class C>
 JU_D TileOutput<typename C::Element> OutputOf(const GemmA2aParams<C>& p, const PullArgs& pull,
-                                              char* slot, const TileOrder::Part& part,
-                                              bool in_place) {
+                                              char* slot, const PackedPart& packed) {
   using Element = typename C::Element;
   const Geometry& g = pull.geometry;
+  const bool in_place = packed.in_place();
+  struct {
+    int32_t seg, dest, row_block, col_block;
+  } const part = {packed.seg(), packed.dest(), packed.row_block, packed.col_block()};
   const int32_t columns = g.columns[part.seg];
   const int32_t row = part.row_block * C::kTileM;
   const int32_t column = part.col_block * kBlockColumns;
@@ -86,12 +109,13 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     bool credit = true;
     for (int32_t i = first_unit; run && i < order.num_units; i += unit_stride) {
       // Before the tile is made: what follows it holds up the next one.
-      TileOrder::Part parts[C::kBlocks];
+      PackedPart parts[C::kBlocks];
       bool in_slot = false;
 #pragma unroll
       for (int b = 0; b < C::kBlocks; ++b) {
-        parts[b] = order.At(g, i, in_cluster, b);
-        in_slot = in_slot || !(parts[b].empty || in_place(parts[b]));
+        const TileOrder::Part part = order.At(g, i, in_cluster, b);
+        parts[b] = PackedPart(part, in_place(part));
+        in_slot = in_slot || parts[b].in_slot();
       }
       auto accumulator = Consumer<C>::MakeAccumulator();
       consumer.Accumulate(accumulator, k_tiles, p.operands);
@@ -110,10 +134,9 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       give(first);
       if (first) TestHooks::Sleep(call.hooks.epilogue_delay_ns);
       auto store = [&](auto block) {
-        const TileOrder::Part& part = parts[block.value];
-        const bool own = in_place(part);
-        if (part.empty || !(own || credit)) return;
-        StoreBlock<block.value>(accumulator, OutputOf(p, pull, slot, part, own), thread);
+        const PackedPart& part = parts[block.value];
+        if (part.empty() || !(part.in_place() || credit)) return;
+        StoreBlock<block.value>(accumulator, OutputOf(p, pull, slot, part), thread);
       };
       store(cute::_0{});
       if constexpr (C::kBlocks == 2) store(cute::_1{});
