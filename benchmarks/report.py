@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables from benchmark results: ``python benchmarks/report.py FILE...``.
 
-A result file has one JSON object a line, written by ``fused_bench`` or
-``devices_bench`` (cuda/tests/gpu). Rows of one shape were measured in one run, in
+A result file has one JSON object a line, written by ``fused_bench``, ``devices_bench``
+or ``pure_bench`` (cuda/tests/gpu). Rows of one shape were measured in one run, in
 random order; where a variant was measured with several numbers of communicating CTAs,
 the fastest counts.
 """
@@ -18,6 +18,8 @@ from typing import Any
 # What makes two rows comparable. Files of one rig lack the keys of the other.
 SHAPE = ("op", "geometry", "sequence", "ranks", "devices", "rows", "columns", "model")
 LINKS = {"free": "", "throttled": "-throttled"}
+# Means of parts of the rows, by sequence length.
+PARTS = {"S = 1024": range(1024, 1025), "S >= 4096": range(4096, 1 << 30)}
 
 type Row = dict[str, Any]
 
@@ -26,7 +28,7 @@ def load(path: pathlib.Path) -> list[Row]:
     """Reads the timings in a result file."""
     with path.open() as lines:
         rows = [json.loads(line) for line in lines if line.strip()]
-    return [row for row in rows if "variant" in row]
+    return [row for row in rows if "variant" in row or "kernel" in row]
 
 
 def geometric_mean(values: list[float]) -> float:
@@ -52,7 +54,44 @@ def name(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> list[str]:
-    """Markdown: ratios of each shape and tile, then their geometric means."""
+    """Markdown: what the rows of a file say."""
+    if any("kernel" in row for row in rows):
+        return kernel_table(rows)
+    return variant_table(rows)
+
+
+def kernel_table(rows: list[Row]) -> list[str]:
+    """GEMMs of ours against CUTLASS's, the faster of its settings."""
+    groups = collections.defaultdict(list)
+    for row in rows:
+        key = (row["op"], row["geometry"], row["sequence"], row["ranks"])
+        groups[key].append(row)
+    lines = [
+        "| operator | geometry | S | P | M x N x K | us | TFLOP/s | CUTLASS | ratio |",
+        "|" + " --- |" * 9,
+    ]
+    ratios = collections.defaultdict(list)
+    for (op, geometry, sequence, ranks), group in groups.items():
+        stock = min(r["us"] for r in group if r["kernel"].startswith("cutlass"))
+        ours = min(
+            (r for r in group if not r["kernel"].startswith("cutlass")),
+            key=lambda r: r["us"],
+        )
+        ratios[op].append(ours["us"] / stock)
+        lines.append(
+            f"| {op} | {geometry} | {sequence} | {ranks} | "
+            f"{ours['rows']}x{ours['n']}x{ours['k']} | {ours['us']:.0f} | "
+            f"{ours['tflops']:.0f} | {stock:.0f} | {ratios[op][-1]:.3f} |"
+        )
+    lines += ["", "Geometric means of ours / CUTLASS:", ""]
+    for op, values in sorted(ratios.items()):
+        mean = geometric_mean(values)
+        lines.append(f"- {op}: {mean:.3f} ({len(values)} rows)")
+    return lines
+
+
+def variant_table(rows: list[Row]) -> list[str]:
+    """Ratios of each shape and tile, then their geometric means."""
     groups = collections.defaultdict(list)
     for row in rows:
         key = tuple(row.get(k) for k in SHAPE) + (row["tile"], row.get("w"))
@@ -74,6 +113,9 @@ def table(rows: list[Row]) -> list[str]:
             found = {"fused / pure": fused / pure, "separate / fused": separate / fused}
             for what, value in found.items():
                 ratios[first["op"], link, what].append(value)
+                for part, sequences in PARTS.items():
+                    if first.get("sequence") in sequences:
+                        ratios[first["op"], link, f"{what}, {part}"].append(value)
             cells = [
                 first["op"], name(first), first["tile"], first.get("w", ""),
                 f"{pure:.0f}", link, *(f"{v:.3f}" for v in found.values()),

@@ -90,6 +90,7 @@ int Main() {
   job.source = source.get();
   job.dest = dest.get();
   job.flags = reinterpret_cast<uint32_t*>(flags.get());
+  Both<4, 8192>("4 stages of 8192", job);
   Both<3, 5632>("3 stages of 5632", job);
   Both<4, 4096>("4 stages of 4096", job);
   Both<2, 8192>("2 stages of 8192", job);
