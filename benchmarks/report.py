@@ -57,7 +57,18 @@ def table(rows: list[Row]) -> list[str]:
     """Markdown: what the rows of a file say."""
     if any("kernel" in row for row in rows):
         return kernel_table(rows)
+    if not any(row["variant"] == "pure" for row in rows):
+        return plain_table(rows)
     return variant_table(rows)
+
+
+def plain_table(rows: list[Row]) -> list[str]:
+    """Times of what has no pure GEMM beside it."""
+    lines = ["| operator | shape | variant | us |", "|" + " --- |" * 4]
+    for row in rows:
+        shape = " ".join(f"{k}={row[k]}" for k in SHAPE[1:] if row.get(k) is not None)
+        lines.append(f"| {row['op']} | {shape} | {row['variant']} | {row['us']:.1f} |")
+    return lines
 
 
 def kernel_table(rows: list[Row]) -> list[str]:
