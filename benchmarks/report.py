@@ -19,7 +19,7 @@ from typing import Any
 SHAPE = ("op", "geometry", "sequence", "ranks", "devices", "rows", "columns", "model")
 LINKS = {"free": "", "throttled": "-throttled"}
 # Means of parts of the rows, by sequence length.
-PARTS = {"S = 1024": range(1024, 1025), "S >= 4096": range(4096, 1 << 30)}
+PARTS = {"S = 1024": (1024, 1024), "S >= 4096": (4096, math.inf)}
 
 type Row = dict[str, Any]
 
@@ -124,8 +124,8 @@ def variant_table(rows: list[Row]) -> list[str]:
             found = {"fused / pure": fused / pure, "separate / fused": separate / fused}
             for what, value in found.items():
                 ratios[first["op"], link, what].append(value)
-                for part, sequences in PARTS.items():
-                    if first.get("sequence") in sequences:
+                for part, (least, most) in PARTS.items():
+                    if least <= first.get("sequence", 0) <= most:
                         ratios[first["op"], link, f"{what}, {part}"].append(value)
             cells = [
                 first["op"], name(first), first["tile"], first.get("w", ""),
