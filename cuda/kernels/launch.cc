@@ -270,7 +270,6 @@ int32_t CtasFor(int32_t sm_budget, int32_t sms) {
   return sm_budget > 0 && sm_budget < sms ? sm_budget : sms;
 }
 
-
 // The kernel for a call, or why there is none. `sms` is the CTAs that it may use.
 template <class Call>
 Status Select(const Call& call, const std::vector<KernelEntry<Call>>& registry, int32_t ctas,

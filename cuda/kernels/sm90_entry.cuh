@@ -38,9 +38,8 @@ void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
   p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
   p.args.gathered = static_cast<char*>(call.gathered);
   p.width = static_cast<int32_t>(call.width);
-  const int32_t window_rows = plan.window_rows > 0
-                                  ? plan.window_rows
-                                  : WindowRows(plan.ctas, C::kCluster, C::kTileM);
+  const int32_t window_rows =
+      plan.window_rows > 0 ? plan.window_rows : WindowRows(plan.ctas, C::kCluster, C::kTileM);
   const int32_t head_rows =
       plan.head_rows >= 0
           ? plan.head_rows

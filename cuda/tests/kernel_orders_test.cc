@@ -78,8 +78,8 @@ void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile) {
     JU_CHECK(static_cast<int>(raised.size()) == ex.num_ranks * order.num_flags());
     // No more than what fills up the last row and the last column of units.
     const int columns = static_cast<int>(made.size()) / order.row_blocks;
-    const int all = static_cast<int>(RoundUp(order.row_blocks, tile.blocks) *
-                                     RoundUp(columns, tile.blocks));
+    const int all =
+        static_cast<int>(RoundUp(order.row_blocks, tile.blocks) * RoundUp(columns, tile.blocks));
     JU_CHECK(empty == all - static_cast<int>(made.size()));
   }
 }

@@ -91,8 +91,9 @@ inline TileProblem ProblemOf(const A2aGemmCall& call) {
 inline int32_t WindowRows(int32_t ctas, int32_t cluster, int32_t tile_rows) {
   const int32_t unit_rows = cluster * tile_rows;
   const int32_t rows = unit_rows * (ctas / cluster / 8);
-  return rows < unit_rows ? unit_rows : rows < kWindowRows ? rows / unit_rows * unit_rows
-                                                           : kWindowRows;
+  return rows < unit_rows     ? unit_rows
+         : rows < kWindowRows ? rows / unit_rows * unit_rows
+                              : kWindowRows;
 }
 
 // Rows that the first tiles of all CTAs need: all CTAs push them. Whole windows.

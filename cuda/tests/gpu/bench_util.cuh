@@ -17,10 +17,10 @@ struct GeometryCase {
   int heads, kv_heads, head_dim, model;
 };
 inline constexpr GeometryCase kGeometries[] = {
-    {"qwen3_1p7b", 16, 8, 128, 2048},      {"nanbeige4_3b", 48, 8, 128, 3072},
-    {"llama3_8b", 32, 8, 128, 4096},       {"qwen25_14b", 40, 8, 128, 5120},
-    {"llama31_405b", 128, 8, 128, 16384},  {"qwen3_235b_kv4", 64, 4, 128, 4096},
-    {"gpt_oss_d64", 64, 8, 64, 2880},      {"wan_dit_14b", 40, 40, 128, 5120},
+    {"qwen3_1p7b", 16, 8, 128, 2048},     {"nanbeige4_3b", 48, 8, 128, 3072},
+    {"llama3_8b", 32, 8, 128, 4096},      {"qwen25_14b", 40, 8, 128, 5120},
+    {"llama31_405b", 128, 8, 128, 16384}, {"qwen3_235b_kv4", 64, 4, 128, 4096},
+    {"gpt_oss_d64", 64, 8, 64, 2880},     {"wan_dit_14b", 40, 40, 128, 5120},
 };
 
 // The output projection (`push`), or the fused projection of queries, keys and values.

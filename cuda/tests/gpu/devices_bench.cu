@@ -169,8 +169,8 @@ bool Bench(Devices& devices, int rows, int columns, int model,
                                    {"exchange", sms, false, false, true},
                                    {"copy", sms, false, false, false},
                                    {"fused", 0, true, true, false}};  // as the heuristic chooses
-  const std::vector<int> shares = Fixture::kPush ? std::vector<int>{16, 22, 33, 44, 66}
-                                                 : std::vector<int>{44, 66, sms};
+  const std::vector<int> shares =
+      Fixture::kPush ? std::vector<int>{16, 22, 33, 44, 66} : std::vector<int>{44, 66, sms};
   for (int comm : shares) {
     if (!all) break;
     variants.push_back({"fused", comm, true, true, false, 0});
@@ -249,7 +249,8 @@ int Main(int argc, char** argv) {
     for (const auto& entry : GemmA2aEntries()) {
       if (entry.type == ElementType::kBf16 && !entry.transposed && entry.tile_columns == 256) {
         good =
-            Bench<GemmA2aFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds, all) && good;
+            Bench<GemmA2aFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds, all) &&
+            good;
       }
     }
   }
@@ -257,7 +258,8 @@ int Main(int argc, char** argv) {
                              {4096, 16384, 4096}, {8192, 4096, 2048}, {8192, 4096, 1024}};
   for (const auto& c : gathered) {  // rows, columns (K), model (N)
     const auto entry = A2aGemmEntries()[0];
-    good = Bench<A2aGemmFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds, all) && good;
+    good =
+        Bench<A2aGemmFixture<__nv_bfloat16>>(devices, c[0], c[1], c[2], entry, rounds, all) && good;
   }
   std::printf("{\"devices_bench\":\"%s\"}\n", good ? "values right" : "VALUES WRONG");
   return good ? 0 : 1;

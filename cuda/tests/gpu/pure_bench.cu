@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The GEMM inside the fused kernels, with communication off and all SMs, against CUTLASS's own
-// kernel for Hopper (128x256x64, cluster 2x1, cooperative, persistent). Shapes are those of one rank
-// of a group. All variants of a shape in random order; one JSON line a variant.
-// Usage: pure_bench [rounds] [substring of the geometry]
+// kernel for Hopper (128x256x64, cluster 2x1, cooperative, persistent). Shapes are those of one
+// rank of a group. All variants of a shape in random order; one JSON line a variant. Usage:
+// pure_bench [rounds] [substring of the geometry]
 #include "bench_util.cuh"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
@@ -22,14 +22,14 @@ class StockGemm {
                                   1.0f);
     RandomFill<<<kGrid, kBlock>>>(reinterpret_cast<__nv_bfloat16*>(b_.get()), int64_t{n} * k, 2,
                                   1.0f);
-    typename Gemm::Arguments args{cutlass::gemm::GemmUniversalMode::kGemm,
-                                  {m, n, k, 1},
-                                  {reinterpret_cast<Element*>(a_.get()),
-                                   {k, cute::_1{}, 0},
-                                   reinterpret_cast<Element*>(b_.get()),
-                                   {cute::_1{}, n, 0}},
-                                  {{}, nullptr, {}, reinterpret_cast<Element*>(d_.get()),
-                                   {n, cute::_1{}, 0}}};
+    typename Gemm::Arguments args{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {m, n, k, 1},
+        {reinterpret_cast<Element*>(a_.get()),
+         {k, cute::_1{}, 0},
+         reinterpret_cast<Element*>(b_.get()),
+         {cute::_1{}, n, 0}},
+        {{}, nullptr, {}, reinterpret_cast<Element*>(d_.get()), {n, cute::_1{}, 0}}};
     args.scheduler.max_swizzle_size = swizzle;
     workspace_ = Buffer(std::max<int64_t>(Gemm::get_workspace_size(args), 16));
     if (gemm_.initialize(args, workspace_.get()) != cutlass::Status::kSuccess) std::abort();

@@ -116,8 +116,10 @@ struct TileOrder {
     }
     int32_t dest = g.rank + 1 + step;
     if (dest >= g.num_ranks) dest -= g.num_ranks;
-    return {dest,      seg,
-            row_block, col_block,
+    return {dest,
+            seg,
+            row_block,
+            col_block,
             row_block * all_col_blocks + flag + col_block,
             row_block >= row_blocks};
   }

@@ -30,8 +30,8 @@ struct A2aGemmParams {
   int32_t k_tiles = 0;
   typename C::Mainloop::Params from_slot[kMaxSlots][kMaxFusedSegments];
   typename C::Mainloop::Params from_input[kMaxFusedSegments];  // own block, if own_in_place
-  typename C::Element* output = nullptr;      // y
-  const typename C::Element* bias = nullptr;  // or null
+  typename C::Element* output = nullptr;                       // y
+  const typename C::Element* bias = nullptr;                   // or null
 };
 
 template <class C>

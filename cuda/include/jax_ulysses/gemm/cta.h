@@ -150,10 +150,10 @@ class Producer {
         shared_(shared),
         state_(cutlass::make_producer_start_state<Pipeline>()) {}
 
-  // Whole warp. Loads `k_tiles` tiles from (row, 0) of block `block` of A and from row `depth` of w.
-  // `params` holds the tensor maps of both. columns[i] is where the i-th block of columns begins,
-  // less what lies before it in the tile (i * kBlockColumns). This is CUTLASS's load, except that
-  // the blocks may come from different places.
+  // Whole warp. Loads `k_tiles` tiles from (row, 0) of block `block` of A and from row `depth` of
+  // w. `params` holds the tensor maps of both. columns[i] is where the i-th block of columns
+  // begins, less what lies before it in the tile (i * kBlockColumns). This is CUTLASS's load,
+  // except that the blocks may come from different places.
   JU_D void Load(const typename Mainloop::Params& params, const OperandA& a, const OperandB& b,
                  int32_t row, int32_t block, int32_t depth, const int32_t (&columns)[C::kBlocks],
                  int32_t k_tiles) {
@@ -171,10 +171,10 @@ class Producer {
     using namespace cute;
     using X = Underscore;
     const uint32_t cta = C::kCluster == 1 ? 0 : block_rank_in_cluster();
-    Tensor sA = make_tensor(make_smem_ptr(shared_.tensors.smem_A.data()),
-                            typename Mainloop::SmemLayoutA{});
-    Tensor sB = make_tensor(make_smem_ptr(shared_.tensors.smem_B.data()),
-                            typename Mainloop::SmemLayoutB{});
+    Tensor sA =
+        make_tensor(make_smem_ptr(shared_.tensors.smem_A.data()), typename Mainloop::SmemLayoutA{});
+    Tensor sB =
+        make_tensor(make_smem_ptr(shared_.tensors.smem_B.data()), typename Mainloop::SmemLayoutB{});
     // Offsets of coordinates, not of tiles: blocks begin anywhere.
     Tensor mA = params.tma_load_a.get_tma_tensor(make_shape(a.rows, a.columns, a.blocks));
     Tensor mB = params.tma_load_b.get_tma_tensor(make_shape(b.columns, b.depth, 1));
@@ -263,8 +263,7 @@ class Consumer {
   template <class Accumulator>
   JU_D void Accumulate(Accumulator& accumulator, int32_t k_tiles,
                        const typename Mainloop::Params& params) {
-    mainloop_.mma(pipeline_, load_state_, accumulator, k_tiles, thread(),
-                  shared_.tensors, params);
+    mainloop_.mma(pipeline_, load_state_, accumulator, k_tiles, thread(), shared_.tensors, params);
     mainloop_.mma_tail(pipeline_, load_state_, k_tiles);
     load_state_.advance(k_tiles);
   }

@@ -17,7 +17,7 @@ struct GemmA2aParams {
   using Config = C;
   RankCall call;
   PullArgs args;
-  int32_t depth = 0;  // D: columns of x
+  int32_t depth = 0;                          // D: columns of x
   const typename C::Element* bias = nullptr;  // of all columns, or null
   typename C::Mainloop::Params operands;
 };
