@@ -10,9 +10,11 @@ set(JAX_ULYSSES_CORE_HEADERS
     cuda/include/jax_ulysses/comm/rank_protocol.h
     cuda/include/jax_ulysses/exchange/fault_mailbox.h
     cuda/include/jax_ulysses/exchange/geometry.h
+    cuda/include/jax_ulysses/exchange/output_tiles.h
     cuda/include/jax_ulysses/exchange/pull.h
     cuda/include/jax_ulysses/exchange/push.h
     cuda/include/jax_ulysses/exchange/test_hooks.h
+    cuda/include/jax_ulysses/exchange/tile_order.h
     cuda/include/jax_ulysses/heuristics.h
     cuda/include/jax_ulysses/layout/head_exchange.h
     cuda/include/jax_ulysses/layout/token_order.h

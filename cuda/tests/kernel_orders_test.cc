@@ -137,6 +137,29 @@ void TestPulls(const HeadExchange& ex, int64_t batch) {
   }
 }
 
+// Every item is pushed by one CTA, in order; the head by all of them.
+void TestPushShares() {
+  for (int32_t ctas : {1, 16, 66, 132}) {
+    for (int32_t comm : {1, 5, 16, 44, 132}) {
+      for (int32_t head : {0, 30, 500}) {
+        constexpr int32_t kItems = 300;
+        std::set<int32_t> pushed;
+        for (int32_t cta = 0; cta < ctas; ++cta) {
+          const int32_t workers = comm < ctas ? comm : ctas;
+          PushShare share = PushShare::Make(head, cta, ctas, workers);
+          const bool rest = CommWorker::Of(cta, ctas, workers).communicates;
+          int32_t last = -1;
+          for (int32_t i = share.Next(head, kItems); i >= 0; i = share.Next(head, kItems)) {
+            JU_CHECK(i > last && i < kItems && (i < head || rest) && pushed.insert(i).second);
+            last = i;
+          }
+        }
+        JU_CHECK(pushed.size() == kItems);
+      }
+    }
+  }
+}
+
 // The tile choice: whole waves of whole tiles.
 void TestHeuristics() {
   auto all = [](TilePolicy) { return true; };
@@ -168,6 +191,13 @@ void TestHeuristics() {
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 3 * 9);
   JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 44 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
   JU_CHECK(DefaultCommCtas(GemmA2aCall(), 132) == 132);
+  // Windows: eight units wide, at least a unit and at most kWindowRows high.
+  JU_CHECK(WindowRows(16, 2, 128) == 256 && WindowRows(32, 2, 128) == 512);
+  JU_CHECK(WindowRows(132, 2, 128) == 512 && WindowRows(2, 2, 128) == 256);
+  JU_CHECK(WindowRows(16, 1, 128) == 256 && WindowRows(132, 1, 128) == 512);
+  JU_CHECK(WindowRows(1, 1, 128) == 128);
+  // The first wave of 66 units over 16 tiles in a row: 5 units of 256 rows, in whole windows.
+  JU_CHECK(HeadRows(132, 2, 128, 16, 512) == 1536 && HeadRows(16, 2, 128, 16, 256) == 256);
 }
 
 }  // namespace
@@ -192,6 +222,7 @@ int main() {
     }
   }
   TestOutputTiles();
+  TestPushShares();
   TestHeuristics();
   return testing::Finish("kernel_orders_test");
 }

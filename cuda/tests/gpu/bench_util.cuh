@@ -34,6 +34,38 @@ inline Shape ShapeOf(const GeometryCase& c, int ranks, int sequence, bool push) 
   return s;
 }
 
+// Lines the devices up: each tells all others, then waits for them.
+inline __global__ void Rendezvous(PeerTable words, int rank, int ranks, uint32_t value) {
+  const int peer = static_cast<int>(threadIdx.x);
+  if (peer < ranks) {
+    auto* there = reinterpret_cast<volatile uint32_t*>(words.heap[peer]) + rank * 32;
+    auto* here = reinterpret_cast<volatile uint32_t*>(words.heap[rank]) + peer * 32;
+    __threadfence_system();
+    *there = value;
+    for (int i = 0; static_cast<int32_t>(*here - value) < 0 && i < (1 << 22); ++i) {
+    }
+  }
+}
+
+// What the exchange is compared with: the bytes that cross the link, from as many CTAs.
+inline __global__ void __launch_bounds__(1024, 1)
+    PlainCopy(const uint4* from, uint4* to, int64_t count) {
+  constexpr int kUnroll = 4;
+  const int64_t stride = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count;
+       i += kUnroll * stride) {
+    uint4 v[kUnroll];
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (i + j * stride < count) v[j] = from[i + j * stride];
+    }
+#pragma unroll
+    for (int j = 0; j < kUnroll; ++j) {
+      if (i + j * stride < count) to[i + j * stride] = v[j];
+    }
+  }
+}
+
 inline double Percentile(std::vector<float> v, double p) {
   std::sort(v.begin(), v.end());
   return v[static_cast<size_t>(p * static_cast<double>(v.size() - 1))];

@@ -15,6 +15,10 @@ inline constexpr int kMaxFusedSegments = 4;
 // Rows that are sent, or pulled, at a time. A piece that is pushed has one flag.
 inline constexpr int32_t kPieceRows = 16;
 
+// Rows that GEMM and communication walk together before they go on: a panel of w stays in the
+// cache, and the sender is never far from what the GEMM waits for.
+inline constexpr int32_t kWindowRows = 512;
+
 // Columns that are stored, and announced, at a time.
 inline constexpr int32_t kBlockColumns = 128;
 

@@ -9,12 +9,9 @@
 
 #include "jax_ulysses/base.h"
 #include "jax_ulysses/exchange/geometry.h"
+#include "jax_ulysses/exchange/output_tiles.h"
 
 namespace jax_ulysses {
-
-// Rows that GEMM and communication walk together before they go on: a panel of w stays in the
-// cache, and the sender is never far from what the GEMM waits for.
-inline constexpr int32_t kWindowRows = 512;
 
 // The GEMM of rank r takes its K blocks from sources r, r+1, ..., so rank s is needed first by
 // itself, then by s-1, s-2, ...: that is the order in which it serves them.
@@ -43,48 +40,6 @@ struct PushOrder {
     const int32_t step = within / pieces;
     const int32_t dest = rank - step - first_step;
     return {dest < 0 ? dest + num_ranks : dest, window * window_pieces + within - step * pieces};
-  }
-};
-
-// The CTAs that communicate are spread over those of the rank: worker w is CTA w * ctas / workers.
-struct CommWorker {
-  int32_t index;
-  bool communicates;
-
-  JU_HD static constexpr CommWorker Of(int32_t cta, int32_t ctas, int32_t workers) {
-    const int32_t index = (cta * workers + ctas - 1) / ctas;
-    return {index, index < workers && index * ctas / workers == cta};
-  }
-};
-
-// Tiles of y: windows of rows; in a window column after column, and down each column. A unit is
-// what a cluster makes at a time: `cluster_rows` tiles of a column, one a CTA. The last of them may
-// lie below the last row, where there is nothing to wait for, to add up or to store.
-struct OutputTiles {
-  int32_t row_blocks;
-  int32_t col_blocks;
-  int32_t window_blocks;  // a multiple of cluster_rows
-  int32_t cluster_rows;
-
-  struct Tile {
-    int32_t row_block;
-    int32_t col_block;
-  };
-  JU_HD constexpr int32_t num_units() const { return row_units() * col_blocks; }
-  JU_HD constexpr Tile At(int32_t unit, int32_t cta_in_cluster) const {
-    const int32_t window_units = window_blocks / cluster_rows;
-    const int32_t window = unit / (window_units * col_blocks);
-    unit -= window * window_units * col_blocks;
-    const int32_t left = row_units() - window * window_units;
-    const int32_t height = left < window_units ? left : window_units;
-    const int32_t col_block = unit / height;
-    const int32_t row_unit = window * window_units + unit - col_block * height;
-    return {row_unit * cluster_rows + cta_in_cluster, col_block};
-  }
-
- private:
-  JU_HD constexpr int32_t row_units() const {
-    return static_cast<int32_t>(CeilDiv(row_blocks, cluster_rows));
   }
 };
 
@@ -121,20 +76,6 @@ struct PushArgs {
   JU_HD constexpr PushOrder order() const {
     return {geometry.num_ranks, geometry.rank, geometry.rows, own_in_place,
             window_rows / kPieceRows};
-  }
-};
-
-// The pieces of one CTA: some of the head, then, if it communicates, some of the rest.
-struct PushShare {
-  int32_t item;         // the first one
-  int32_t head_stride;  // CTAs
-  int32_t rest;         // the first one behind the head
-  int32_t rest_stride;  // CTAs that communicate; 0: this one does not
-
-  JU_HD static constexpr PushShare Make(const PushArgs& args, int32_t cta, int32_t ctas,
-                                        int32_t comm_ctas) {
-    const CommWorker worker = CommWorker::Of(cta, ctas, comm_ctas);
-    return {cta, ctas, args.head_items + worker.index, worker.communicates ? comm_ctas : 0};
   }
 };
 
@@ -178,15 +119,8 @@ class PushWork {
  private:
   JU_D bool NextItem() {
     const PushOrder order = args_.order();
-    if (share_.item < args_.head_items) {
-      item_ = share_.item;
-      share_.item += share_.head_stride;
-    } else {
-      item_ = share_.rest;
-      share_.rest += share_.rest_stride;
-      if (share_.rest_stride == 0) return false;
-    }
-    if (item_ >= order.num_items()) return false;
+    item_ = share_.Next(args_.head_items, order.num_items());
+    if (item_ < 0) return false;
     const PushOrder::Item item = order.At(item_);
     dest_ = item.dest;
     seg_ = 0;

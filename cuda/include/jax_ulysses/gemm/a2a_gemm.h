@@ -71,7 +71,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
   const int32_t in_cluster = cta % C::kCluster;
   const bool run = !AnyAborted<C>(shared);
   const bool communicates = run && call.communicate;
-  const PushShare share = PushShare::Make(push, cta, call.ctas, call.comm_ctas);
+  const PushShare share = PushShare::Make(push.head_items, cta, call.ctas, call.comm_ctas);
   const bool pushes = communicates && (share.rest_stride > 0 || share.item < push.head_items);
   if (role == WarpRole::kConsumer) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();

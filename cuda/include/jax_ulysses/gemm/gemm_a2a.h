@@ -6,6 +6,7 @@
 #ifndef JAX_ULYSSES_GEMM_GEMM_A2A_H_
 #define JAX_ULYSSES_GEMM_GEMM_A2A_H_
 
+#include "jax_ulysses/exchange/output_tiles.h"
 #include "jax_ulysses/exchange/pull.h"
 #include "jax_ulysses/gemm/a2a_gemm.h"
 #include "jax_ulysses/gemm/cta.h"
