@@ -35,6 +35,8 @@ inline constexpr Control kCommonControls[] = {
     {"done release, one slot", kEdgeDoneRelease, Seen::kByAdversary, true}};
 // Of those who have a copy ring,
 inline constexpr Control kRingControls[] = {{"ring", kEdgeRing, Seen::kByAdversary}};
+// (or move 1 KB at a time, which is read before the adversary can overwrite it: the same code)
+inline constexpr Control kShortRingControls[] = {{"ring", kEdgeRing, Seen::kNever}};
 // who write slots with bulk copies (gemm_a2a stores from registers),
 inline constexpr Control kBulkWriteControls[] = {
     {"full wait -> .read", kEdgeBulkComplete, Seen::kByAdversary}};
@@ -45,6 +47,7 @@ inline constexpr Control kBulkReadControls[] = {{"acquire fence", kEdgeAcquire, 
 inline constexpr Control kPlainReadControls[] = {
     {"acquire fence", kEdgeAcquire, Seen::kByAdversary}};
 inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kAlone}};
+inline constexpr Control kWatcherControls[] = {{"arrivals", kEdgeArrivals, Seen::kAlone}};
 // With slots across PCIe: by nothing but distance.
 inline constexpr Control kFarControls[] = {{"nothing, far slots", kEdgeNone},
                                            {"tile release, far slots", kEdgeTileRelease}};

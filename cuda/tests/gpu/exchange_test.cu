@@ -274,8 +274,8 @@ void Negative(int launches) {
                                     kRingControls, kBulkWriteControls, kBulkReadControls);
   NegativeControls<ExchangeFixture>(gather, "gather plain", ControlVariants(false), launches,
                                     kPlainReadControls);
-  NegativeControls<PsumFixture>(psum, "psum bulk", ControlVariants(true), launches, kRingControls,
-                                kBulkWriteControls, kPlainReadControls);
+  NegativeControls<PsumFixture>(psum, "psum bulk", ControlVariants(true), launches,
+                                kShortRingControls, kBulkWriteControls, kPlainReadControls);
   NegativeControls<PsumFixture>(psum, "psum plain", ControlVariants(false), launches,
                                 kPlainReadControls);
 }

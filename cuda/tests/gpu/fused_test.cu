@@ -116,7 +116,7 @@ void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, 
   const auto variants = ControlVariants(Fixture::kPush);
   if constexpr (Fixture::kPush) {
     NegativeControls<Fixture>(entry, op, variants, launches, kRingControls, kBulkWriteControls,
-                              kBulkReadControls, kHandOffControls);
+                              kBulkReadControls, kHandOffControls, kWatcherControls);
   } else {
     NegativeControls<Fixture>(entry, op, variants, launches, kRingControls, kBulkReadControls,
                               kHandOffControls);

@@ -27,6 +27,7 @@ enum Edge : uint32_t {
   kEdgeProxyFence = 1u << 13,    // no proxy fence between an acquired flag and a bulk load
   kEdgeHandOff = 1u << 14,       // publisher does not wait for the storing warp
   kEdgeRing = 1u << 15,          // refill a shared-memory stage while it is still being read
+  kEdgeArrivals = 1u << 16,      // the producer does not wait for the warp that watches arrivals
   // As the template argument: the edges are taken from CallInfo::removed_edges.
   kEdgesAtRunTime = 1u << 31,
 };

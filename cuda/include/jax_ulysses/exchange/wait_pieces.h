@@ -62,9 +62,11 @@ JU_D int32_t WaitSourcesWarp(Protocol& protocol, const TestHooks& hooks, int32_t
 // Edge "arrivals", inside a CTA: the watcher's acquires and its proxy fence, the release of the
 // count (CTA scope), the producer's acquire of it and its loads are a chain, so that they see what
 // the source wrote.
+template <bool kTest>
 class Arrivals {
  public:
-  JU_D explicit Arrivals(uint32_t& count) : count_(count) {}
+  JU_D Arrivals(uint32_t& count, const TestHooks& hooks)
+      : count_(count), removed_(TestHooks::Removed<kTest>(hooks, kEdgeArrivals)) {}
 
   // Watcher, whole warp: `blocks` more. The warp must have met since its waits.
   JU_D void Add(int32_t blocks) {
@@ -74,6 +76,7 @@ class Arrivals {
   // Producer, whole warp: waits for the next block. The watcher gives up on an abort.
   JU_D void WaitNext() {
     ++mine_;
+    if (removed_) return;
     while (static_cast<int32_t>(ptx::LoadAcquireShared(&count_) - mine_) < 0) {
     }
     __syncwarp();
@@ -81,6 +84,7 @@ class Arrivals {
 
  private:
   uint32_t& count_;  // zero at first
+  const bool removed_;
   uint32_t mine_ = 0;
 };
 

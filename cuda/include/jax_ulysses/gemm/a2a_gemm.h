@@ -97,7 +97,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     if (run && role == WarpRole::kProducer) {
       Producer<C> producer(pipeline, shared);
-      Arrivals arrivals(shared.arrivals);
+      Arrivals<C::kTest> arrivals(shared.arrivals, call.hooks);
       const int64_t slot = call.communicate ? protocol.slot_index() : 0;
       for (int32_t i = first_unit; i < num_units; i += unit_stride) {
         const OutputTiles::Tile tile = tiles.At(i, in_cluster);
@@ -123,7 +123,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       producer.Tail();
     } else if (communicates && role == WarpRole::kWatcher) {
       // Walks the producer's list ahead of it.
-      Arrivals arrivals(shared.arrivals);
+      Arrivals<C::kTest> arrivals(shared.arrivals, call.hooks);
       // Blocks of this window that have been acquired: one bit per (row block, source).
       uint64_t acquired = 0;
       int32_t window = 0;
