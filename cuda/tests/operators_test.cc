@@ -245,6 +245,25 @@ void SlotTooSmall() {
   DestroyGroup(970);
 }
 
+// Faults that only kernels raise, as the host words them.
+void FaultsOfKernels() {
+  GroupConfig config;
+  config.num_ranks = 4;
+  const Line line(config, 0, {},
+                  [](const HeapLayout& layout, int64_t, uint32_t start,
+                     const std::vector<Member>&) { return MakeHostHeap(layout, start); });
+  Fault fault;
+  fault.kind = FaultKind::kRankMismatch;
+  fault.op = Operator::kGemmA2a;
+  fault.rank = 3;
+  fault.detail = 1;
+  const std::string text = line.Describe(fault);
+  JU_CHECK(text.find("jax_ulysses.gemm_a2a.v1: rank 3 of the group is rank 1 in this program") ==
+           0);
+  JU_CHECK(text.find("device order differs") != std::string::npos);
+  JU_CHECK(text.find("deadline") == std::string::npos);
+}
+
 }  // namespace
 }  // namespace jax_ulysses::testing
 
@@ -254,5 +273,6 @@ int main() {
   jax_ulysses::testing::Failures();
   jax_ulysses::testing::DestroyedDuringCall();
   jax_ulysses::testing::SlotTooSmall();
+  jax_ulysses::testing::FaultsOfKernels();
   return jax_ulysses::testing::Finish("operators_test");
 }

@@ -87,8 +87,8 @@ def fault_other_call(rank):
     return _meets_fault(rank, 1, lambda: _inject(rank, 1, "shape"), ["disagree"])
 
 
-# XLA's processes share the work of autotuning: if one compiles another program, they
-# wait for each other in the compiler without end.
+# XLA's processes share the work of autotuning, and wait up to a day for the others'
+# part of the same program. One with a program of its own waits in vain.
 OWN_PROGRAMS = "--xla_gpu_shard_autotuning=false"
 
 
