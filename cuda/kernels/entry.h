@@ -12,7 +12,7 @@ struct LaunchPlan {
   int32_t ctas = 0;
   int32_t comm_ctas = 0;
   int32_t window_rows = 0;  // of a2a_gemm; 0: WindowRows
-  int32_t head_rows = -1;   // of a2a_gemm: pushed by all CTAs; -1: HeadRows
+  int32_t head_rows = 0;    // of a2a_gemm: the first rows, which all CTAs push (benchmarks)
 };
 
 template <class Call>

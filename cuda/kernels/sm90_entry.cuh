@@ -40,13 +40,8 @@ void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
   p.width = static_cast<int32_t>(call.width);
   const int32_t window_rows =
       plan.window_rows > 0 ? plan.window_rows : WindowRows(plan.ctas, C::kCluster, C::kTileM);
-  const int32_t head_rows =
-      plan.head_rows >= 0
-          ? plan.head_rows
-          : HeadRows(plan.ctas, C::kCluster, C::kTileM,
-                     static_cast<int32_t>(CeilDiv(p.width, C::kTileN)), window_rows);
   p.args.window_rows = window_rows;
-  p.args.head_items = static_cast<int32_t>(CeilDiv(head_rows, window_rows)) *
+  p.args.head_items = static_cast<int32_t>(CeilDiv(plan.head_rows, window_rows)) *
                       (window_rows / kPieceRows) * (g.num_ranks - p.args.own_in_place);
   const OperandB w = {g.fused_columns, p.width};
   for (int seg = 0; seg < g.num_segments; ++seg) {

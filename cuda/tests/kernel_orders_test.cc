@@ -189,15 +189,13 @@ void TestHeuristics() {
   JU_CHECK(NumUnits(make(300, 300, 2), kTileShapes[0]) == 2 * 3);  // of 3 x 6 blocks
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[0]) == 2 * 5);  // of 3 x 9
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 3 * 9);
-  JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 44 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
+  JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 33 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
   JU_CHECK(DefaultCommCtas(GemmA2aCall(), 132) == 132);
   // Windows: eight units wide, at least a unit and at most kWindowRows high.
   JU_CHECK(WindowRows(16, 2, 128) == 256 && WindowRows(32, 2, 128) == 512);
   JU_CHECK(WindowRows(132, 2, 128) == 512 && WindowRows(2, 2, 128) == 256);
   JU_CHECK(WindowRows(16, 1, 128) == 256 && WindowRows(132, 1, 128) == 512);
   JU_CHECK(WindowRows(1, 1, 128) == 128);
-  // The first wave of 66 units over 16 tiles in a row: 5 units of 256 rows, in whole windows.
-  JU_CHECK(HeadRows(132, 2, 128, 16, 512) == 1536 && HeadRows(16, 2, 128, 16, 256) == 256);
 }
 
 }  // namespace

@@ -96,18 +96,11 @@ inline int32_t WindowRows(int32_t ctas, int32_t cluster, int32_t tile_rows) {
                               : kWindowRows;
 }
 
-// Rows that the first tiles of all CTAs need: all CTAs push them. Whole windows.
-inline int32_t HeadRows(int32_t ctas, int32_t cluster, int32_t tile_rows, int32_t tiles_in_a_row,
-                        int32_t window_rows) {
-  const int64_t units = CeilDiv(ctas / cluster, tiles_in_a_row);
-  return static_cast<int32_t>(RoundUp(units * cluster * tile_rows, window_rows));
-}
-
-// CTAs that push. On two H200s over NVLink 33 and 44 of 132 were the best of 10 to 132: fewer do
-// not fill the link (a communication warp moves 6 to 9 GB/s), and more of them fill its queues,
-// behind which the mainloop's loads then wait. With a smaller budget all take part. Pulls block
-// nothing.
-inline constexpr int32_t kPushingCtas = 44;
+// CTAs that push. On two H200s over NVLink 22 and 33 of 132 were the best of 16 to 66: fewer do not
+// fill the link, and more of them fill its queues, behind which the mainloop's loads then wait.
+// Pushing what the first tiles need from all CTAs (LaunchPlan::head_rows) does the same. With a
+// smaller budget all take part. Pulls block nothing.
+inline constexpr int32_t kPushingCtas = 33;
 inline int32_t DefaultCommCtas(const A2aGemmCall&, int32_t ctas) {
   return ctas < kPushingCtas ? ctas : kPushingCtas;
 }

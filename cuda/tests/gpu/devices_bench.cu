@@ -119,7 +119,7 @@ struct Variant {
   const char* name;
   int comm_ctas;
   bool gemm, communicate, exchange;
-  int head_rows = -1;
+  int head_rows = 0;
 };
 
 template <class Fixture>
@@ -142,7 +142,7 @@ bool Bench(Devices& devices, int rows, int columns, int model,
       Fixture::kPush ? std::vector<int>{16, 22, 33, 44, 66} : std::vector<int>{44, 66, sms};
   for (int comm : shares) {
     if (!all) break;
-    variants.push_back({"fused", comm, true, true, false, 0});
+    variants.push_back({"fused", comm, true, true, false});
     if (Fixture::kPush) variants.push_back({"fused", comm, true, true, false, 1024});
   }
   const SeparateExchange exchange(s, Fixture::kPush);

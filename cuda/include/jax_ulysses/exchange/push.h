@@ -69,8 +69,7 @@ struct PushArgs {
   int32_t element_bytes = 2;
   int32_t own_in_place = 0;
   int32_t window_rows = kWindowRows;
-  // The first items are pushed by all CTAs, because the first tiles wait for them; the others by
-  // those that communicate.
+  // The first items may be pushed by all CTAs, the others by those that communicate.
   int32_t head_items = 0;
 
   JU_HD constexpr PushOrder order() const {
