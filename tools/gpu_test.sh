@@ -9,7 +9,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 if [ ! -x "$build/fused_test" ]; then
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DJAX_ULYSSES_CUDA=ON \
     -DJAX_ULYSSES_GPU_TESTS=ON ${JAX_ULYSSES_CUTLASS_INCLUDE:+-DJAX_ULYSSES_CUTLASS_INCLUDE="$JAX_ULYSSES_CUTLASS_INCLUDE"} &&
-    cmake --build "$build" --target launch_test fused_test exchange_test fused_bench devices_test devices_bench ring_bench || exit 1
+    cmake --build "$build" --target launch_test fused_test exchange_test fused_bench pure_bench devices_test devices_bench ring_bench || exit 1
 fi
 failed=0
 run() {
@@ -53,7 +53,8 @@ devices)
   run 200 "$build/devices_bench" 40
   ;;
 bench)
-  run 300 "$build/fused_bench" 50
+  run 300 "$build/fused_bench" 30
+  run 200 "$build/pure_bench" 30
   ;;
 *)
   echo "unknown: $what" >&2
