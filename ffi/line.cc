@@ -139,7 +139,8 @@ HeapLayout KernelLayout(int32_t num_ranks, int64_t slot_bytes, int64_t num_slots
   layout.num_ranks = num_ranks;
   layout.num_slots = num_slots;
   layout.slot_bytes = slot_bytes;
-  layout.flags_per_source = 1 << 16;
+  // gemm_a2a raises one for 128 rows by 128 columns: 2^18 rows of 2^13 columns from each source.
+  layout.flags_per_source = 1 << 17;
   layout.blocks_per_source = 32;
   return layout;
 }
