@@ -31,9 +31,9 @@ struct Strip {
   bool remote = false;  // crosses the link
 };
 
-// A chunk costs about 0.35 us of instructions whatever its size, and 0.25 us more to wait until it
-// is written (tests/gpu/ring_bench.cu): stages are as big as they can be, and only the chunk that
-// completes a piece is waited for.
+// A warp moves what it has under way over the time from asking for a chunk to its being stored, and
+// a chunk costs about 0.35 us of instructions whatever its size (tests/gpu/ring_bench.cu): stages
+// are as big as they can be, and only the chunk that completes a piece is waited for.
 template <int kStages, int kStageBytes, bool kTest>
 class CopyRing {
  public:
