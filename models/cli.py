@@ -12,7 +12,7 @@ from jax_ulysses import TokenOrder, available_implementations
 from jax_ulysses.config import REDUCTIONS
 
 from .checkpoints import has_checkpoint
-from .config import ConfigError, TrainConfig, check
+from .config import ATTENTION, ConfigError, TrainConfig, check
 from .presets import get_preset, preset_names
 
 _DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
@@ -74,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         help="which tokens a rank holds (contiguous)",
     )
     add("--reductions", choices=REDUCTIONS, help="who sums gradients (auto)")
+    add("--attention", choices=ATTENTION, help="local attention (xla)")
     add("--checkpoint-every", type=int, metavar="STEPS", help="(50)")
     add(
         "--out",

@@ -10,6 +10,9 @@ from jax_ulysses.dispatch import ImplementationName
 
 from .presets import ModelConfig
 
+# Backends of `jax.nn.dot_product_attention`.
+ATTENTION = ("xla", "cudnn")
+
 
 class ConfigError(ValueError):
     """The run cannot start as asked; the text is one line for the user."""
@@ -34,6 +37,8 @@ class TrainConfig:
       implementation: Passed to the operators; None takes the best that can.
       checkpoint_every: Steps between checkpoints.
       reductions: How gradients are summed over ranks: "auto", "xla" or "heap".
+      attention: Who computes a rank's local attention: "xla", whose memory grows with
+        S * S, or "cudnn", flash attention for bf16 on GPUs.
       data: Path of the text; None takes Python's standard library.
       fingerprint: What `Corpus.fingerprint` says of that text.
     """
@@ -52,6 +57,7 @@ class TrainConfig:
     implementation: ImplementationName | None
     checkpoint_every: int
     reductions: str = "auto"
+    attention: str = "xla"
     data: str | None = None
     fingerprint: str = ""
 
@@ -108,6 +114,8 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"{name} must be at least 1, got {value}")
     if not config.lr > 0:
         raise ConfigError(f"lr must be positive, got {config.lr}")
+    if config.attention == "cudnn" and config.dtype != "bf16":
+        raise ConfigError(f"attention cudnn needs dtype bf16, got {config.dtype}")
     if config.batch % config.dp:
         raise ConfigError(
             f"batch {config.batch} is not divisible by dp {config.dp}: "

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .trainer import StepRecord, Trainer
+from .report import StepRecord
+from .trainer import Trainer
 
 
 def compare(

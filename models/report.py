@@ -7,10 +7,25 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from .trainer import StepRecord
-
 # Plain progress lines of a whole run, where there is no terminal to redraw.
 _PLAIN_LINES = 15
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What one step reports.
+
+    Attributes:
+      step: Index of the step, from 0.
+      loss: Mean cross-entropy over the global batch, in nats per token.
+      grad_norm: Global norm of the gradients before clipping.
+      seconds: Wall time of the step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    seconds: float
 
 
 def say(text: str) -> None:

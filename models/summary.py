@@ -10,7 +10,8 @@ import numpy as np
 import jax_ulysses
 
 from .cli import Options
-from .trainer import StepRecord, Trainer
+from .report import StepRecord
+from .trainer import Trainer
 
 
 def run_summary(

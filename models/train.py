@@ -28,9 +28,9 @@ from .config import ConfigError, check_resumable
 from .data import load_corpus
 from .parity import compare
 from .processes import Processes
-from .report import Metrics, Progress, plot_loss, say, tokens_per_s
+from .report import Metrics, Progress, StepRecord, plot_loss, say, tokens_per_s
 from .summary import fingerprint, run_summary
-from .trainer import StepRecord, Trainer
+from .trainer import Trainer
 
 # Implementations that exchange through a peer group; others work without one.
 _NEED_PEERS = ("cuda", "host")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One compiled training step on a (dp, cp) mesh, and the loop around it."""
 
-import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,34 +14,19 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jax_ulysses
+from jax_ulysses.local_attention import local_attention
 from jax_ulysses.reductions import heap_axes
 
 from . import data
-from .config import TrainConfig
+from .config import ConfigError, TrainConfig
 from .optimizer import make_optimizer
 from .placement import AXES, make_mesh, put, zigzag_order
+from .report import StepRecord
 from .transformer import Transformer, next_token_loss
 
 _DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 _TOKENS = PartitionSpec(*AXES)
 _VALID_BATCHES = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """What one step reports.
-
-    Attributes:
-      step: Index of the step, from 0.
-      loss: Mean cross-entropy over the global batch, in nats per token.
-      grad_norm: Global norm of the gradients before clipping.
-      seconds: Wall time of the step.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    seconds: float
 
 
 class Trainer:
@@ -53,7 +38,8 @@ class Trainer:
       devices: Where to run; None takes the devices of all processes.
 
     Raises:
-      ConfigError: If the mesh needs more devices than there are.
+      ConfigError: If the mesh needs more devices than there are, or the attention
+        other ones.
     """
 
     def __init__(
@@ -65,16 +51,27 @@ class Trainer:
         self.config = config
         self.corpus = corpus
         self.mesh = make_mesh(config.dp, config.cp, devices)
+        platform = self.mesh.devices.flat[0].platform
+        if config.attention == "cudnn" and platform != "gpu":
+            raise ConfigError(
+                f"attention cudnn needs GPUs, these devices are {platform}"
+            )
         self._optimizer = make_optimizer(config)
         self._compiled: Any = None
         with jax.set_mesh(self.mesh):
-            self._graph = nnx.graphdef(nnx.eval_shape(self._model))
+            self._graph = self._graphdef()
+
+    def _graphdef(self):
+        return nnx.graphdef(nnx.eval_shape(self._model))
 
     def _model(self) -> Transformer:
         return Transformer(
             self.config.model,
             token_order=self.config.token_order,
             implementation=self.config.implementation,
+            attention_fn=functools.partial(
+                local_attention, implementation=self.config.attention
+            ),
             dtype=_DTYPES[self.config.dtype],
             rngs=nnx.Rngs(self.config.seed),
         )

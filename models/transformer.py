@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 import jax_ulysses
 from jax_ulysses.dispatch import Implementation
+from jax_ulysses.local_attention import AttentionFn
 
 from .attention import UlyssesAttention
 from .presets import ModelConfig
@@ -50,6 +51,7 @@ class Block(nnx.Module):
       config: The model's shape.
       token_order: Order of the tokens along the sequence.
       implementation: Passed to `UlyssesAttention`.
+      attention_fn: Likewise.
       dtype: Compute type; parameters are float32.
       rngs: Source of initial values.
     """
@@ -60,6 +62,7 @@ class Block(nnx.Module):
         *,
         token_order: jax_ulysses.TokenOrder,
         implementation: Implementation,
+        attention_fn: AttentionFn | None,
         dtype,
         rngs: nnx.Rngs,
     ):
@@ -72,6 +75,7 @@ class Block(nnx.Module):
             rope_theta=config.rope_theta,
             qk_norm=config.qk_norm,
             token_order=token_order,
+            attention_fn=attention_fn,
             implementation=implementation,
             dtype=dtype,
             rngs=rngs,
@@ -99,6 +103,7 @@ class Transformer(nnx.Module):
       token_order: Order of the tokens that `__call__` gets. In zigzag order the caller
         permutes tokens (and targets) with `jax_ulysses.to_zigzag`.
       implementation: Passed to the operators; None takes the best that can.
+      attention_fn: Local attention of a rank, see `jax_ulysses.ulysses_attention`.
       dtype: Compute type; parameters and logits are float32.
       remat: Whether to rematerialise. Off only to compare.
       rngs: Source of initial values.
@@ -110,6 +115,7 @@ class Transformer(nnx.Module):
         *,
         token_order: jax_ulysses.TokenOrder = jax_ulysses.TokenOrder.CONTIGUOUS,
         implementation: Implementation = None,
+        attention_fn: AttentionFn | None = None,
         dtype=jnp.float32,
         remat: bool = True,
         rngs: nnx.Rngs,
@@ -127,6 +133,7 @@ class Transformer(nnx.Module):
                 config,
                 token_order=token_order,
                 implementation=implementation,
+                attention_fn=attention_fn,
                 dtype=dtype,
                 rngs=rngs,
             )

@@ -35,6 +35,14 @@ _WRONG = {
     "no ranks": (["--dp", "0"], "dp must be at least 1, got 0"),
     "no steps": (["--steps", "0"], "steps must be at least 1"),
     "rate": (["--lr", "-1"], "lr must be positive"),
+    "attention and dtype": (
+        ["--attention", "cudnn"],
+        "attention cudnn needs dtype bf16, got fp32",
+    ),
+    "attention and devices": (
+        ["--attention", "cudnn", "--dtype", "bf16"],
+        "attention cudnn needs GPUs, these devices are cpu",
+    ),
     "no such text": (["--data", "/no/such/text"], "no such file or folder"),
     "nothing to read": (["--data", "/dev/null"], "no such file or folder: /dev/null"),
     "resume where": (["--resume"], "--resume needs --out"),
