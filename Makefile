@@ -29,6 +29,7 @@ PY_DIRS := README.md $(wildcard jax_ulysses ffi pallas models tests benchmarks e
 
 PYTEST_ARGS ?=
 RIG ?= ranks
+GRID ?= full
 P ?= 4
 DEMO_ARGS ?=
 CMAKE = $(BIN)/cmake
@@ -88,13 +89,20 @@ pytest: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## the Pytho
 fuzz: $(VENV)/.installed $(VENV)/.extra-flax $(VENV)/.extra-test  ## a long random search
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest -m fuzz --timeout=3600 $(PYTEST_ARGS)
 
-# RIG=ranks: P processes on one GPU; processes: P with a GPU each; devices: one process with P
-# GPUs. P may be a list: 2,4,8.
-gpu-test:  ## the tests on GPUs: RIG=ranks P=4
+# RIG=grid: the kernels' own tests, all ranks in one launch (GRID=quick, full, bench or devices);
+# ranks: P processes on one GPU; processes: P with a GPU each; devices: one process with P GPUs.
+# P may be a list: 2,4,8.
+gpu-test:  ## the tests on GPUs: RIG=grid|ranks|processes|devices P=4
+ifeq ($(RIG),grid)
+	$(MAKE) $(VENV)/.build-tools
+	$(PIP) install --no-deps $(CUTLASS)
+	PATH="$(abspath $(BIN)):$$PATH" tools/gpu_test.sh $(GRID) build/gpu
+else
 	$(MAKE) JAX_ULYSSES_CUDA=ON $(VENV)/.installed $(VENV)/.extra-cuda13 $(VENV)/.extra-test
 	$(PY) -c 'from jax_ulysses.ffi import targets; assert "cuda" in targets.build_info()["platforms"], \
 	  "built without CUDA: remove $(VENV)/.installed and call again"'
 	JAX_ULYSSES_RIG=$(RIG) JAX_ULYSSES_RANKS=$(P) $(BIN)/pytest tests/gpu $(PYTEST_ARGS)
+endif
 
 ctest: $(VENV)/.build-tools  ## the C++ tests
 	$(CMAKE) -S . -B build/ctest $(CTEST_FLAGS) -DCMAKE_BUILD_TYPE=Release

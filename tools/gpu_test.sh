@@ -6,7 +6,8 @@ set -u
 what=${1:-quick}
 build=${2:-build/gpu}
 root=$(cd "$(dirname "$0")/.." && pwd)
-if [ ! -x "$build/fused_test" ]; then
+# A folder with the programs alone was built elsewhere.
+if [ -f "$build/CMakeCache.txt" ] || [ ! -x "$build/fused_test" ]; then
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DJAX_ULYSSES_CUDA=ON \
     -DJAX_ULYSSES_GPU_TESTS=ON ${JAX_ULYSSES_CUTLASS_INCLUDE:+-DJAX_ULYSSES_CUTLASS_INCLUDE="$JAX_ULYSSES_CUTLASS_INCLUDE"} &&
     cmake --build "$build" --target launch_test fused_test exchange_test fused_bench pure_bench devices_test devices_bench ring_bench || exit 1
