@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import separate
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -40,6 +41,7 @@ class Case:
         self._mesh, self._sequence, self._calls = mesh, sequence, calls
         # "host" where there is no GPU: to test this file.
         self._name, self._native = native, dispatch._BACKENDS[native]
+        separate.register(native)
         n, k, self._head_dim = (geometry[x] for x in ("heads", "kv_heads", "head_dim"))
         self._width = geometry["d_model"]
         p = mesh.shape["cp"]
@@ -161,22 +163,13 @@ class Case:
 
     def _qkv_forward(self) -> dict[str, Variant]:
         return self._implementations(self._qkv_operator) | {
-            "separate": lambda x, w: self._native.scatter(
-                self._qkv, reference._columns_to_segments(self._qkv, _dot(x, w))
-            ),
             "only dot": lambda x, w: (_dot(x, w),),
         }
 
     def _qkv_backward(self) -> dict[str, Variant]:
         """Gradient of x. The kernels also write what that of w needs."""
-
-        def separate(parts, w):
-            y = reference.join_segments(self._native.gather(self._qkv, parts))
-            return (_dot(y, w, transposed=True),)
-
         x = (1, self._sequence // self._qkv.num_ranks, self._width)
         return self._implementations(_backward_of(self._qkv_operator, x)) | {
-            "separate": separate,
             "only exchange": lambda parts, w: (
                 reference.join_segments(self._native.gather(self._qkv, parts)),
             ),
@@ -191,11 +184,7 @@ class Case:
         )
 
     def _out_forward(self) -> dict[str, Variant]:
-        def separate(a, w):
-            return (_dot(_flat(self._native.gather(self._out, (a,))[0]), w),)
-
         return self._implementations(self._out_operator) | {
-            "separate": separate,
             "only exchange": lambda a, w: (
                 _flat(self._native.gather(self._out, (a,))[0]),
             ),
@@ -203,15 +192,8 @@ class Case:
         }
 
     def _out_backward(self) -> dict[str, Variant]:
-        def separate(dy, w):
-            da = _dot(dy, w, transposed=True)
-            return self._native.scatter(
-                self._out, reference._columns_to_segments(self._out, da)
-            )
-
         a = (1, self._sequence, self._out.local_heads[0], self._head_dim)
         return self._implementations(_backward_of(self._out_operator, a)) | {
-            "separate": separate,
             "only dot": lambda dy, w: (_dot(dy, w, transposed=True),),
         }
 

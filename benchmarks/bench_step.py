@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training steps: ``python benchmarks/bench_step.py --help``.
+
+One process with P GPUs trains the first layers of a published model's geometry. Time
+and memory of a whole step (forward, backward with rematerialisation, sums of gradients,
+AdamW) by every implementation, and by *no exchange*: XLA's step with every all-to-all
+left out, so that the share of a step in which nothing but the exchange runs is its
+difference to the others. Its numbers are wrong on purpose.
+
+Writes one JSON object a line. Modes as in ``bench_operators``.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from unittest import mock
+
+from bench_operators import MODES
+
+NO_EXCHANGE = "no exchange"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--devices", type=int, default=2, help="P")
+    parser.add_argument("--geometries", default="llama3_8b,qwen25_14b,gpt_oss_d64")
+    parser.add_argument("--sequences", default="4096,16384,65536")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--attention", default="cudnn", help="local: xla or cudnn")
+    parser.add_argument("--implementations", default="cuda,separate,pallas,xla")
+    parser.add_argument("--native", default="cuda", help="host: without GPUs")
+    parser.add_argument("--modes", default="graph,overlap")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--workspace-mib", type=int, default=4096)
+    parser.add_argument("--out", type=pathlib.Path, help="result file to append to")
+    parser.add_argument("--commit", default="", help="noted in every row")
+    parser.add_argument("--one-mode", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+@contextlib.contextmanager
+def tracing(implementation: str) -> Iterator[str]:
+    """What a program traced in this block uses; yields what to ask for."""
+    from jax_ulysses import reference
+
+    if implementation != NO_EXCHANGE:
+        yield implementation
+        return
+    with mock.patch.object(reference, "_all_to_all", lambda ex, x: x):
+        yield "xla"
+
+
+def make_trainers(args: argparse.Namespace, geometry: str, sequence: int):
+    """Yields (implementation, its trainer or why it refuses)."""
+    import dataclasses
+
+    from jax_ulysses import TokenOrder
+    from jax_ulysses.models import get_preset
+    from jax_ulysses.models.config import TrainConfig
+    from jax_ulysses.models.data import load_corpus
+    from jax_ulysses.models.trainer import Trainer
+
+    preset = get_preset(geometry)
+    corpus = load_corpus(None, sequence)
+    for name in [*args.implementations.split(","), NO_EXCHANGE]:
+        with tracing(name) as implementation:
+            config = TrainConfig(
+                preset=geometry,
+                model=dataclasses.replace(preset.model, num_layers=args.layers),
+                dp=1,
+                cp=args.devices,
+                seq_len=sequence,
+                batch=1,
+                steps=1000,
+                lr=preset.lr,
+                seed=0,
+                dtype="bf16",
+                token_order=TokenOrder.CONTIGUOUS,
+                implementation=implementation,
+                checkpoint_every=1000,
+                attention=args.attention,
+            )
+            trainer = Trainer(config, corpus)
+            try:
+                trainer.compile()
+                yield name, trainer
+            except NotImplementedError as error:
+                yield name, str(error)
+
+
+class Steps:
+    """Runs steps of one trainer, one after the other: each donates its state."""
+
+    def __init__(self, trainer):
+        self._trainer = trainer
+        self._step = trainer.compile()
+        self._state = trainer.init_state()
+        self._batch = trainer.put_batch(*trainer._train_batch(0))
+
+    def __call__(self):
+        """Starts one step; returns its loss."""
+        self._state, metrics = self._step(self._state, *self._batch)
+        return metrics["loss"]
+
+
+def measure_mode(args: argparse.Namespace) -> None:
+    """All cases in this process, whose XLA flags are set."""
+    import jax
+    import separate
+    from timing import interleaved_us, summary
+
+    import jax_ulysses as ju
+    from jax_ulysses.models.placement import make_mesh
+
+    separate.register(args.native)
+    devices = jax.devices()[: args.devices]
+    report = ju.initialize(make_mesh(1, args.devices), "cp", args.workspace_mib << 20)
+    for geometry in args.geometries.split(","):
+        for sequence in map(int, args.sequences.split(",")):
+            about = {
+                "mode": args.one_mode,
+                "geometry": geometry,
+                "sequence": sequence,
+                "devices": args.devices,
+                "layers": args.layers,
+                "attention": args.attention,
+                "commit": args.commit,
+                "device": devices[0].device_kind,
+                "jax": jax.__version__,
+                "heap_mib": report.heap_bytes >> 20,
+            }
+            rows, steps = [], {}
+            for name, trainer in make_trainers(args, geometry, sequence):
+                if isinstance(trainer, str):
+                    rows.append({"variant": name, "refused": trainer})
+                    continue
+                steps[name] = Steps(trainer)
+                plan = {f"{k}_mib": v >> 20 for k, v in trainer.step_memory().items()}
+                rows.append({"variant": name, **plan})
+            times = interleaved_us(steps, calls=1, rounds=args.rounds)
+            for row in rows:
+                if row["variant"] in times:
+                    row |= summary(times[row["variant"]])
+                    row["loss"] = round(float(steps[row["variant"]]()), 4)
+                line = json.dumps(about | row)
+                print(line, flush=True)
+                if args.out:
+                    with args.out.open("a") as out:
+                        out.write(line + "\n")
+    ju.finalize()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs every mode in a process of its own."""
+    args = parse(argv)
+    if args.one_mode:
+        measure_mode(args)
+        return 0
+    failed = 0
+    for mode in args.modes.split(","):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {MODES[mode]}"
+        command = [sys.executable, __file__, "--one-mode", mode, *sys.argv[1:]]
+        environment = os.environ | {"XLA_FLAGS": flags}
+        failed += bool(subprocess.run(command, env=environment).returncode)
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
