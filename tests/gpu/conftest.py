@@ -25,6 +25,9 @@ _RIGS = {
 }
 
 RIG = _RIGS[os.environ.get("JAX_ULYSSES_RIG", "cpu")]
+# XLA's own all-reduce kernels may use NVLink multicast, which not every host allows.
+# NCCL does the same sums.
+NO_MULTICAST = "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
 RANKS = [int(p) for p in os.environ.get("JAX_ULYSSES_RANKS", "4").split(",")]
 
 
@@ -40,6 +43,10 @@ class Rig:
         logs = os.environ.get("JAX_ULYSSES_RANK_LOGS")
         if logs is not None:
             logs = pathlib.Path(logs) / f"{target.rpartition('.')[2]}-P{self.num_ranks}"
+        environment = dict(kwargs.pop("environment", {}))
+        if self.name in ("devices", "processes"):
+            flags = environment.get("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+            environment["XLA_FLAGS"] = f"{flags} {NO_MULTICAST}".strip()
         return run_ranks(
             target,
             self.num_ranks,
@@ -48,6 +55,7 @@ class Rig:
             timeout_s=timeout_s,
             paths=[ROOT],
             log_dir=logs,
+            environment=environment,
             **kwargs,
         )
 

@@ -71,10 +71,7 @@ def test_beside_collectives_of_xla(num_ranks, make_rig):
 
     Calls that XLA takes for computation were seen to deadlock with the sums here.
     """
-    flags = (
-        "--xla_gpu_enable_latency_hiding_scheduler=true "
-        "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
-    )
+    flags = "--xla_gpu_enable_latency_hiding_scheduler=true"
     results = make_rig(num_ranks).run(
         "tests.gpu.beside_collectives:steps",
         300,
