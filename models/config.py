@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import pathlib
+from typing import Literal, get_args
 
 from jax_ulysses import TokenOrder
 from jax_ulysses.dispatch import ImplementationName
@@ -11,7 +12,8 @@ from jax_ulysses.dispatch import ImplementationName
 from .presets import ModelConfig
 
 # Backends of `jax.nn.dot_product_attention`.
-ATTENTION = ("xla", "cudnn")
+type AttentionBackend = Literal["xla", "cudnn"]
+ATTENTION = get_args(AttentionBackend.__value__)
 
 
 class ConfigError(ValueError):
@@ -57,7 +59,7 @@ class TrainConfig:
     implementation: ImplementationName | None
     checkpoint_every: int
     reductions: str = "auto"
-    attention: str = "xla"
+    attention: AttentionBackend = "xla"
     data: str | None = None
     fingerprint: str = ""
 
