@@ -24,6 +24,7 @@ def results(request, make_rig):
     return _results[num_ranks]
 
 
+@pytest.mark.user_case(40, 45, 47, 49, 55)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("results", RANKS, indirect=True, ids=lambda p: f"P{p}")
 @pytest.mark.parametrize("name", NAMES)
@@ -36,6 +37,7 @@ def test_scenario(name, results):
         pytest.skip(value["not_run"])
 
 
+@pytest.mark.user_case(43)
 @pytest.mark.skipif(RIG == "cpu", reason="there are no graphs on CPUs")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("results", RANKS, indirect=True, ids=lambda p: f"P{p}")
@@ -46,6 +48,7 @@ def test_plain_calls_are_captured_into_graphs(results):
         assert value["handler_calls"] < value["runs"] * value["calls_a_run"] / 4, value
 
 
+@pytest.mark.user_case(58)
 @pytest.mark.skipif(RIG not in ("shared", "processes"), reason="needs a process a rank")
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_killed_process(num_ranks, make_rig):
@@ -61,6 +64,7 @@ def test_killed_process(num_ranks, make_rig):
         assert result.value["finalize_s"] < 15
 
 
+@pytest.mark.user_case(48)
 @pytest.mark.skipif(
     RIG not in ("devices", "processes"), reason="needs XLA's collectives on GPUs"
 )

@@ -11,6 +11,7 @@ CASES = [(p, name) for p in RANKS for name in value_cases.names(p)]
 _results: dict[int, list] = {}
 
 
+@pytest.mark.user_case(53, 56)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
 def test_values(num_ranks, name, make_rig, request):
