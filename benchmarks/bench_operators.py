@@ -3,13 +3,7 @@
 
 One process with P GPUs. For every operator the implementations of the library, our
 exchange kernel with XLA's dot (*separate*), and the parts alone: XLA's dot without an
-exchange, our exchange and XLA's (NCCL) without a dot. Every mode is a process of its
-own, because XLA reads its flags once:
-
-- ``graph``: XLA's command buffers, however small the program;
-- ``eager``: none;
-- ``overlap``: as ``graph``, and XLA's own ways to overlap a dot with its all-to-all
-  (latency-hiding scheduler, windowed einsum).
+exchange, our exchange and XLA's (NCCL) without a dot. ``modes`` says in which modes.
 
 Writes one JSON object a line. With ``--report FILE...`` prints tables of such files.
 """
@@ -17,21 +11,11 @@ Writes one JSON object a line. With ``--report FILE...`` prints tables of such f
 import argparse
 import importlib.resources
 import json
-import os
 import pathlib
-import subprocess
 import sys
 from typing import Any
 
-COMMON = "--xla_gpu_experimental_use_collective_kernels=-ALL_REDUCE"
-GRAPH = f"{COMMON} --xla_gpu_graph_min_graph_size=1"
-MODES = {
-    "graph": GRAPH,
-    "eager": f"{COMMON} --xla_gpu_enable_command_buffer=",
-    "overlap": f"{GRAPH} --xla_gpu_enable_latency_hiding_scheduler=true"
-    " --xla_gpu_experimental_enable_alltoall_windowed_einsum=true"
-    " --xla_gpu_operand_bytes_threshold_for_windowed_einsum=0",
-}
+from modes import run_modes
 
 
 def calls_at(sequence: int) -> int:
@@ -124,22 +108,12 @@ def report(paths: list[pathlib.Path]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs every mode in a process of its own."""
+    """Runs every mode in a process of its own, or reports."""
     args = parse(argv)
     if args.report:
         print(report(args.report))
         return 0
-    if args.one_mode:
-        measure_mode(args)
-        return 0
-    failed = 0
-    for mode in args.modes.split(","):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {MODES[mode]}"
-        command = [sys.executable, __file__, "--one-mode", mode, *sys.argv[1:]]
-        print(f"# {mode}: {flags}", flush=True)
-        environment = os.environ | {"XLA_FLAGS": flags}
-        failed += bool(subprocess.run(command, env=environment).returncode)
-    return min(failed, 1)
+    return run_modes(__file__, args, measure_mode)
 
 
 if __name__ == "__main__":

@@ -7,20 +7,18 @@ AdamW) by every implementation, and by *no exchange*: XLA's step with every all-
 left out, so that the share of a step in which nothing but the exchange runs is its
 difference to the others. Its numbers are wrong on purpose.
 
-Writes one JSON object a line. Modes as in ``bench_operators``.
+Writes one JSON object a line. ``modes`` says in which modes.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import pathlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from unittest import mock
 
-from bench_operators import MODES
+from modes import run_modes
 
 NO_EXCHANGE = "no exchange"
 
@@ -156,20 +154,6 @@ def measure_mode(args: argparse.Namespace) -> None:
     ju.finalize()
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs every mode in a process of its own."""
-    args = parse(argv)
-    if args.one_mode:
-        measure_mode(args)
-        return 0
-    failed = 0
-    for mode in args.modes.split(","):
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {MODES[mode]}"
-        command = [sys.executable, __file__, "--one-mode", mode, *sys.argv[1:]]
-        environment = os.environ | {"XLA_FLAGS": flags}
-        failed += bool(subprocess.run(command, env=environment).returncode)
-    return min(failed, 1)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = parse()
+    sys.exit(run_modes(__file__, arguments, measure_mode))

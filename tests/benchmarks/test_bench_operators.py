@@ -77,7 +77,9 @@ def test_what_cannot_run_is_said(rows):
     assert all("not on cpu" in text for text in refused)
 
 
-def test_report(root, tmp_path):
+def test_report(root, tmp_path, monkeypatch):
+    # As where the program runs: its own modules beside it.
+    monkeypatch.syspath_prepend(root / "benchmarks")
     path = root / "benchmarks" / "bench_operators.py"
     spec = importlib.util.spec_from_file_location("bench_operators", path)
     module = importlib.util.module_from_spec(spec)
