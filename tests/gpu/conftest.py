@@ -70,3 +70,30 @@ def rig(request) -> Rig:
 def make_rig():
     """Rigs of a given number of ranks."""
     return Rig
+
+
+_chosen: dict[tuple, list] = {}
+
+
+@pytest.fixture
+def run_chosen(request, make_rig):
+    """Runs those cases of a test file that were chosen, all in one start of the ranks.
+
+    (target, P) -> results of all processes. The file's tests have the parameters
+    ``num_ranks`` and ``name``; the target takes the names.
+    """
+
+    def run(target: str, num_ranks: int) -> list:
+        if (target, num_ranks) not in _chosen:
+            names = [
+                item.callspec.params["name"]
+                for item in request.session.items
+                if item.path == request.path
+                and item.callspec.params["num_ranks"] == num_ranks
+            ]
+            _chosen[target, num_ranks] = make_rig(num_ranks).run(
+                target, names, timeout_s=380
+            )
+        return _chosen[target, num_ranks]
+
+    return run

@@ -2,11 +2,9 @@
 """Results and gradients of the ``pallas`` operators on ranks, against the oracle."""
 
 import dataclasses
-import time
-import traceback
 
 import jax_ulysses as ju
-from tests.gpu.value_cases import WORKSPACE_BYTES, check_projection
+from tests.gpu.value_cases import WORKSPACE_BYTES, check_projection, run_jobs
 from tests.helpers.projection_cases import Case
 
 
@@ -34,19 +32,16 @@ def run_all(rank, only=None) -> dict:
     """Runs every case on this rank; case name -> errors, failure and seconds."""
     ju.initialize(rank.mesh, "cp", WORKSPACE_BYTES, sm_budget=rank.sm_budget)
     rank = dataclasses.replace(rank, implementation="pallas")
-    results = {}
-    for name, case in cases(rank.num_ranks).items():
-        if only is not None and name not in only:
-            continue
-        start = time.monotonic()
-        try:
-            results[name] = check_projection(rank, case)
-            operator = case.operator.partition("/")[0]
-            for part in (operator, f"{operator}.backward"):
-                taken = ju.taken_implementations()[part]["implementation"]
-                assert taken == "pallas", (part, taken)
-        except Exception:
-            results[name] = {"errors": {}, "failure": traceback.format_exc()[-1500:]}
-        results[name]["seconds"] = round(time.monotonic() - start, 2)
+    jobs = {n: (_check, (case,)) for n, case in cases(rank.num_ranks).items()}
+    results = run_jobs(rank, jobs, only)
     ju.finalize()
     return results
+
+
+def _check(rank, case) -> dict:
+    result = check_projection(rank, case)
+    operator = case.operator.partition("/")[0]
+    for part in (operator, f"{operator}.backward"):
+        taken = ju.taken_implementations()[part]["implementation"]
+        assert taken == "pallas", (part, taken)
+    return result

@@ -37,4 +37,7 @@ def test_case(name, results):
 @pytest.mark.parametrize("results", RANKS, indirect=True, ids=lambda p: f"P{p}")
 def test_all_processes_report_the_same_losses(results):
     first, *others = [r.value["training"]["value"]["losses"] for r in results]
+    assert first
+    if not others:
+        pytest.skip("needs several processes")
     assert all(losses == first for losses in others)

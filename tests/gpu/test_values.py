@@ -8,23 +8,12 @@ from tests.gpu.conftest import RANKS
 
 CASES = [(p, name) for p in RANKS for name in value_cases.names(p)]
 # One start of the processes serves all cases of a P.
-_results: dict[int, list] = {}
 
 
 @pytest.mark.user_case(53, 56)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("num_ranks", "name"), CASES)
-def test_values(num_ranks, name, make_rig, request):
-    if num_ranks not in _results:
-        chosen = [
-            item.callspec.params["name"]
-            for item in request.session.items
-            if item.originalname == "test_values"
-            and item.callspec.params["num_ranks"] == num_ranks
-        ]
-        _results[num_ranks] = make_rig(num_ranks).run(
-            "tests.gpu.value_cases:run_all", chosen, timeout_s=380
-        )
-    for result in _results[num_ranks]:
+def test_values(num_ranks, name, run_chosen):
+    for result in run_chosen("tests.gpu.value_cases:run_all", num_ranks):
         outcome = result.value[name]
         assert outcome["failure"] is None, f"process {result.index}: {outcome}"

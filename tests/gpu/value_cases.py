@@ -198,6 +198,13 @@ def run_all(rank, only=None) -> dict:
     p = rank.num_ranks
     jobs = {n: (check_exchange, a) for n, a in exchange_cases(p).items()}
     jobs |= {n: (check_projection, a) for n, a in projection_cases(p).items()}
+    results = run_jobs(rank, jobs, only)
+    ju.finalize()
+    return results
+
+
+def run_jobs(rank, jobs, only=None) -> dict:
+    """Runs (check, its arguments) of every name, or of those in ``only``."""
     results = {}
     for name, (check, args) in jobs.items():
         if only is not None and name not in only:
@@ -208,5 +215,4 @@ def run_all(rank, only=None) -> dict:
         except Exception:
             results[name] = {"errors": {}, "failure": traceback.format_exc()[-1500:]}
         results[name]["seconds"] = round(time.monotonic() - start, 2)
-    ju.finalize()
     return results
