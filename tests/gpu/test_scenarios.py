@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lives of groups on the ranks of a rig: replays, faults, recovery, errors."""
 
+import numpy as np
 import pytest
 
 from tests.gpu import scenarios
@@ -87,3 +88,39 @@ def test_beside_collectives_of_xla(num_ranks, make_rig):
         assert value["finite"]
         assert value["async_sums"] + value["sums"] >= 4, value
         assert value["annotated"] > 0, value
+
+
+GRAPHS = "--xla_gpu_graph_min_graph_size=1"
+NO_GRAPHS = "--xla_gpu_enable_command_buffer="
+
+
+@pytest.mark.user_case(48)
+@pytest.mark.skipif(RIG == "shared", reason="needs XLA's collectives")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "in order"])
+@pytest.mark.parametrize("graphs", [GRAPHS, NO_GRAPHS], ids=["graphs", "eager"])
+def test_sharded_weights(num_ranks, hiding, graphs, make_rig):
+    """A whole training step beside all-gathers, reduce-scatters and all-reduces."""
+    flags = f"--xla_gpu_enable_latency_hiding_scheduler={str(hiding).lower()} {graphs}"
+    if RIG == "cpu":
+        if (hiding, graphs) != (True, GRAPHS):
+            pytest.skip("CPUs have neither a choice of order nor graphs")
+        sizes, environment = (5, 256, 16), {}
+    else:
+        sizes, environment = (500, 1024, 512), {"XLA_FLAGS": flags}
+    results = make_rig(num_ranks).run(
+        "tests.gpu.sharded_weights:compare",
+        *sizes,
+        timeout_s=380,
+        environment=environment,
+    )
+    for value in [result.value for result in results]:
+        first, again, xla = (value[name] for name in ("first", "again", "xla"))
+        for run in (first, again, xla):
+            assert run["fault"] is None, run
+            assert min(run[k] for k in ("sums", "scatters", "gathers")) > 0, run
+        assert first["calls"] >= 12, first
+        assert first["losses"] == again["losses"]
+        assert first["losses"][-1] < first["losses"][0]
+        np.testing.assert_allclose(first["losses"], xla["losses"], rtol=1e-2)
