@@ -30,10 +30,16 @@ class Mps:
         pipes, logs = self._folder / "pipe", self._folder / "log"
         pipes.mkdir()
         logs.mkdir()
-        self.environment = {
+        self._folders = {
             "CUDA_MPS_PIPE_DIRECTORY": str(pipes),
             "CUDA_MPS_LOG_DIRECTORY": str(logs),
         }
+        self.environment = dict(self._folders)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible:
+            # The service has these GPUs only, and its clients count them from 0.
+            numbers = range(len(visible.split(",")))
+            self.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
 
     def __enter__(self) -> "Mps":
         if shutil.which(CONTROL) is None:
@@ -69,7 +75,7 @@ class Mps:
             subprocess.run(
                 [CONTROL, *arguments],
                 input=stdin,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self._folders},
                 text=True,
                 check=True,
                 timeout=30,

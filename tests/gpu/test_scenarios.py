@@ -106,7 +106,7 @@ def test_sharded_weights(num_ranks, hiding, graphs, make_rig):
     if RIG == "cpu":
         if (hiding, graphs) != (True, GRAPHS):
             pytest.skip("CPUs have neither a choice of order nor graphs")
-        sizes, environment = (5, 256, 16), {}
+        sizes, environment = (10, 256, 16), {}
     else:
         sizes, environment = (500, 1024, 512), {"XLA_FLAGS": flags}
     results = make_rig(num_ranks).run(
@@ -121,6 +121,8 @@ def test_sharded_weights(num_ranks, hiding, graphs, make_rig):
             assert run["fault"] is None, run
             assert min(run[k] for k in ("sums", "scatters", "gathers")) > 0, run
         assert first["calls"] >= 12, first
-        assert first["losses"] == again["losses"]
-        assert first["losses"][-1] < first["losses"][0]
-        np.testing.assert_allclose(first["losses"], xla["losses"], rtol=1e-2)
+        losses, few = first["losses"], len(xla["losses"])
+        assert losses[-1] < losses[0]
+        assert 0 < few < len(losses)
+        assert losses[:few] == again["losses"]
+        np.testing.assert_allclose(losses[:few], xla["losses"], rtol=1e-2)

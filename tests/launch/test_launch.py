@@ -196,7 +196,7 @@ def test_a_module_and_its_arguments(tmp_path):
 
 
 FAKE_MPS = """#!/bin/sh
-echo "$@" >> "$LOG"
+echo "$@ GPUs $CUDA_VISIBLE_DEVICES" >> "$LOG"
 if [ "$1" = -d ]; then exit 0; fi
 cat >> "$LOG"
 """
@@ -211,7 +211,10 @@ def test_one_gpu_starts_and_stops_a_service_of_its_own(tmp_path, killed):
     control.chmod(0o755)
     log = tmp_path / "mps.log"
     env = {"PATH": f"{control.parent}:{os.environ['PATH']}", "LOG": str(log)}
-    text = 'print(os.environ["CUDA_MPS_PIPE_DIRECTORY"])\n' + "time.sleep(300)" * killed
+    # The service gets this GPU, and its clients count from 0.
+    env["CUDA_VISIBLE_DEVICES"] = "3"
+    names = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES")
+    text = f"print([os.environ[n] for n in {names}])\n" + "time.sleep(300)" * killed
     process = _start(tmp_path, text, "--one-gpu", n=2, env=env)
     if killed:
         _wait_for(lambda: len(_pids(tmp_path)) == 2, "start")
@@ -220,8 +223,9 @@ def test_one_gpu_starts_and_stops_a_service_of_its_own(tmp_path, killed):
     if not killed:
         assert process.returncode == 0, err
         assert "jax_ulysses_mps_" in out
+        assert "'0']" in out
     _wait_for(lambda: "quit" in log.read_text(), "quit")
-    assert log.read_text().split("\n")[0] == "-d"
+    assert log.read_text().split("\n")[0] == "-d GPUs 3"
     assert log.read_text().count("quit") == 1
 
 
