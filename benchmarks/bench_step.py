@@ -11,6 +11,7 @@ Writes one JSON object a line. ``modes`` says in which modes.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import json
 import pathlib
@@ -55,7 +56,7 @@ def tracing(implementation: str) -> Iterator[str]:
 
 
 def make_trainers(args: argparse.Namespace, geometry: str, sequence: int):
-    """Yields (implementation, its trainer or why it refuses)."""
+    """Yields (implementation, its traced trainer or why it refuses)."""
     import dataclasses
 
     from jax_ulysses import TokenOrder
@@ -86,7 +87,7 @@ def make_trainers(args: argparse.Namespace, geometry: str, sequence: int):
             )
             trainer = Trainer(config, corpus)
             try:
-                trainer.compile()
+                trainer.lower()
                 yield name, trainer
             except NotImplementedError as error:
                 yield name, str(error)
@@ -119,38 +120,46 @@ def measure_mode(args: argparse.Namespace) -> None:
     separate.register(args.native)
     devices = jax.devices()[: args.devices]
     report = ju.initialize(make_mesh(1, args.devices), "cp", args.workspace_mib << 20)
-    for geometry in args.geometries.split(","):
-        for sequence in map(int, args.sequences.split(",")):
-            about = {
-                "mode": args.one_mode,
-                "geometry": geometry,
-                "sequence": sequence,
-                "devices": args.devices,
-                "layers": args.layers,
-                "attention": args.attention,
-                "commit": args.commit,
-                "device": devices[0].device_kind,
-                "jax": jax.__version__,
-                "heap_mib": report.heap_bytes >> 20,
-            }
-            rows, steps = [], {}
-            for name, trainer in make_trainers(args, geometry, sequence):
-                if isinstance(trainer, str):
-                    rows.append({"variant": name, "refused": trainer})
-                    continue
-                steps[name] = Steps(trainer)
-                plan = {f"{k}_mib": v >> 20 for k, v in trainer.step_memory().items()}
-                rows.append({"variant": name, **plan})
-            times = interleaved_us(steps, calls=1, rounds=args.rounds)
-            for row in rows:
-                if row["variant"] in times:
-                    row |= summary(times[row["variant"]])
-                    row["loss"] = round(float(steps[row["variant"]]()), 4)
-                line = json.dumps(about | row)
-                print(line, flush=True)
-                if args.out:
-                    with args.out.open("a") as out:
-                        out.write(line + "\n")
+    trainers = {
+        (geometry, sequence): dict(make_trainers(args, geometry, sequence))
+        for geometry in args.geometries.split(",")
+        for sequence in map(int, args.sequences.split(","))
+    }
+    # XLA takes some seconds for each: beside each other, and before anything is timed.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        traced = [t for by_name in trainers.values() for t in by_name.values()]
+        list(pool.map(lambda t: t.compile(), [t for t in traced if type(t) is not str]))
+    for (geometry, sequence), by_name in trainers.items():
+        about = {
+            "mode": args.one_mode,
+            "geometry": geometry,
+            "sequence": sequence,
+            "devices": args.devices,
+            "layers": args.layers,
+            "attention": args.attention,
+            "commit": args.commit,
+            "device": devices[0].device_kind,
+            "jax": jax.__version__,
+            "heap_mib": report.heap_bytes >> 20,
+        }
+        rows, steps = [], {}
+        for name, trainer in by_name.items():
+            if isinstance(trainer, str):
+                rows.append({"variant": name, "refused": trainer})
+                continue
+            steps[name] = Steps(trainer)
+            plan = {f"{k}_mib": v >> 20 for k, v in trainer.step_memory().items()}
+            rows.append({"variant": name, **plan})
+        times = interleaved_us(steps, calls=1, rounds=args.rounds)
+        for row in rows:
+            if row["variant"] in times:
+                row |= summary(times[row["variant"]])
+                row["loss"] = round(float(steps[row["variant"]]()), 4)
+            line = json.dumps(about | row)
+            print(line, flush=True)
+            if args.out:
+                with args.out.open("a") as out:
+                    out.write(line + "\n")
     ju.finalize()
 
 

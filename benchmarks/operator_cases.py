@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``bench_operators`` measures: operators and variants at one shape."""
 
+import concurrent.futures
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -68,15 +69,22 @@ class Case:
         operand_spec, result_specs, variants = self.operators[operator]
         weight = self._weight(operator)
         operands = [self._operand(operator, seed) for seed in range(self._calls)]
-        programs, errors, wanted = {}, {}, None
-        for name, function in variants().items():
-            specs = result_specs if not name.startswith("only ") else None
-            program = self._compile(function, operand_spec, specs, operands, weight)
-            if isinstance(program, str):
-                yield {"variant": name, "refused": program}
-                continue
+        pending, programs, errors, wanted = {}, {}, {}, None
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for name, function in variants().items():
+                specs = result_specs if not name.startswith("only ") else None
+                try:
+                    lowered = self._lower(
+                        function, operand_spec, specs, operands, weight
+                    )
+                except NotImplementedError as error:
+                    yield {"variant": name, "refused": str(error)}
+                    continue
+                pending[name] = pool.submit(lowered.compile)
+        for name, future in pending.items():
+            program = future.result()
             programs[name] = lambda program=program: program(operands, weight)
-            if specs is None:
+            if name.startswith("only "):
                 continue
             first = programs[name]()[0]
             wanted = first if name == "xla" else wanted
@@ -123,8 +131,8 @@ class Case:
         )
         return parts if operator.startswith("qkv") else parts[0]
 
-    def _compile(self, function, operand_spec, result_specs, operands, weight):
-        """The program, or why the implementation refuses."""
+    def _lower(self, function, operand_spec, result_specs, operands, weight):
+        """The traced program; NotImplementedError if the implementation refuses."""
         count = 1 if result_specs is None else len(result_specs)
         out_specs = [P("cp")] if result_specs is None else list(result_specs)
 
@@ -139,10 +147,7 @@ class Case:
             in_specs=([operand_spec] * self._calls, P()),
             out_specs=out_specs * self._calls,
         )
-        try:
-            return jax.jit(mapped).lower(operands, weight).compile()
-        except NotImplementedError as error:
-            return str(error)
+        return jax.jit(mapped).lower(operands, weight)
 
     # --- variants ---
 

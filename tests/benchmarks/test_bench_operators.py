@@ -24,13 +24,14 @@ def rows(root):
         jax_ulysses.initialize(mesh, "cp", 4 << 20)
         shape = dict(heads=4, kv_heads=2, head_dim=16, d_model=64)
         case = Case(mesh, shape, 64, {CALLS}, "host")
-        compiled, compile = [], case._compile
+        compiled, lower = [], case._lower
         def spy(*args):
-            program = compile(*args)
-            text = "" if isinstance(program, str) else program.as_text()
-            compiled.append(text.count('custom_call_target="jax_ulysses'))
-            return program
-        case._compile = spy
+            compiled.append(0)
+            lowered = lower(*args)
+            text = lowered.compile().as_text()
+            compiled[-1] = text.count('custom_call_target="jax_ulysses')
+            return lowered
+        case._lower = spy
         for operator in case.operators:
             names = list(case.operators[operator][2]())
             rows = list(case.measure(operator, {ROUNDS}))
