@@ -70,14 +70,16 @@ class Arrivals {
 
   // Watcher, whole warp: `blocks` more. The warp must have met since its waits.
   JU_D void Add(int32_t blocks) {
-    mine_ += static_cast<uint32_t>(blocks);
-    if (threadIdx.x % 32 == 0) ptx::StoreReleaseShared(&count_, mine_);
+    if (threadIdx.x % 32 == 0) ptx::AddReleaseShared(&count_, static_cast<uint32_t>(blocks));
   }
   // Producer, whole warp: waits for the next block. The watcher gives up on an abort.
   JU_D void WaitNext() {
     ++mine_;
     if (removed_) return;
-    while (static_cast<int32_t>(ptx::LoadAcquireShared(&count_) - mine_) < 0) {
+    // One acquire for all that have arrived by then.
+    while (static_cast<int32_t>(seen_ - mine_) < 0) {
+      if (threadIdx.x % 32 == 0) seen_ = ptx::ReadAcquireShared(&count_);
+      seen_ = __shfl_sync(~0u, seen_, 0);
     }
     __syncwarp();
   }
@@ -86,6 +88,7 @@ class Arrivals {
   uint32_t& count_;  // zero at first
   const bool removed_;
   uint32_t mine_ = 0;
+  uint32_t seen_ = 0;
 };
 
 }  // namespace jax_ulysses

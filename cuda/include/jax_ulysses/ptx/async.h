@@ -88,16 +88,18 @@ JU_D void BulkWaitRead() {
 // Orders what the generic proxy observed or wrote before what the async proxy does next.
 JU_D void ProxyFence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// A word of this CTA's shared memory, with release and acquire at CTA scope.
-JU_D void StoreReleaseShared(uint32_t* word, uint32_t value) {
-  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(SharedAddress(word)), "r"(value)
+// A count in this CTA's shared memory, with release and acquire at CTA scope. Both are atomics, the
+// read too: racecheck takes a plain load or store for a race whatever its order is.
+JU_D void AddReleaseShared(uint32_t* count, uint32_t value) {
+  asm volatile("red.release.cta.shared::cta.add.u32 [%0], %1;" ::"r"(SharedAddress(count)),
+               "r"(value)
                : "memory");
 }
-JU_D uint32_t LoadAcquireShared(const uint32_t* word) {
+JU_D uint32_t ReadAcquireShared(uint32_t* count) {
   uint32_t value;
-  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];"
+  asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;"
                : "=r"(value)
-               : "r"(SharedAddress(word))
+               : "r"(SharedAddress(count))
                : "memory");
   return value;
 }
