@@ -87,7 +87,7 @@ def make_trainers(args: argparse.Namespace, geometry: str, sequence: int):
             )
             trainer = Trainer(config, corpus)
             try:
-                trainer.lower()
+                _ = trainer.lowered
                 yield name, trainer
             except NotImplementedError as error:
                 yield name, str(error)

@@ -57,8 +57,6 @@ class Trainer:
                 f"attention cudnn needs GPUs, these devices are {platform}"
             )
         self._optimizer = make_optimizer(config)
-        self._lowered: jax.stages.Lowered | None = None
-        self._compiled: jax.stages.Compiled | None = None
         with jax.set_mesh(self.mesh):
             self._graph = self._graphdef()
 
@@ -169,19 +167,20 @@ class Trainer:
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return {"params": params, "opt_state": opt_state}, metrics
 
-    def lower(self) -> jax.stages.Lowered:
-        """Traces the step, once; other threads may compile what this returned."""
-        if self._lowered is None:
-            with jax.set_mesh(self.mesh):
-                batch = self.put_batch(*self._train_batch(0))
-                step = jax.jit(self._step, donate_argnums=0)
-                self._lowered = step.lower(self.abstract_state(), *batch)
-        return self._lowered
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """The traced step, which another thread may compile."""
+        with jax.set_mesh(self.mesh):
+            batch = self.put_batch(*self._train_batch(0))
+            state = self.abstract_state()
+            return jax.jit(self._step, donate_argnums=0).lower(state, *batch)
+
+    @functools.cached_property
+    def _compiled(self) -> jax.stages.Compiled:
+        return self.lowered.compile()
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the step, once."""
-        if self._compiled is None:
-            self._compiled = self.lower().compile()
         return self._compiled
 
     def step_memory(self) -> dict[str, int]:
