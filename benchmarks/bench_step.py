@@ -98,7 +98,7 @@ class Steps:
 
     def __init__(self, trainer):
         self._trainer = trainer
-        self._step = trainer.compile()
+        self._step = trainer.compiled
         self._state = trainer.init_state()
         self._batch = trainer.put_batch(*trainer._train_batch(0))
 
@@ -128,7 +128,7 @@ def measure_mode(args: argparse.Namespace) -> None:
     # XLA takes some seconds for each: beside each other, and before anything is timed.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         traced = [t for by_name in trainers.values() for t in by_name.values()]
-        list(pool.map(lambda t: t.compile(), [t for t in traced if type(t) is not str]))
+        list(pool.map(lambda t: t.compiled, [t for t in traced if type(t) is not str]))
     for (geometry, sequence), by_name in trainers.items():
         about = {
             "mode": args.one_mode,

@@ -80,7 +80,7 @@ def _prepare(
     groups = _initialize(trainer)
     start = time.perf_counter()
     try:
-        trainer.compile()
+        _ = trainer.compiled
     except NotImplementedError as error:
         raise ConfigError(
             f"--implementation {config.implementation}: {error}"

@@ -176,16 +176,13 @@ class Trainer:
             return jax.jit(self._step, donate_argnums=0).lower(state, *batch)
 
     @functools.cached_property
-    def _compiled(self) -> jax.stages.Compiled:
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step."""
         return self.lowered.compile()
-
-    def compile(self) -> jax.stages.Compiled:
-        """Compiles the step, once."""
-        return self._compiled
 
     def step_memory(self) -> dict[str, int]:
         """Bytes that XLA plans for a step on one device, without the heap."""
-        plan = self.compile().memory_analysis()
+        plan = self.compiled.memory_analysis()
         sizes = plan.argument_size_in_bytes, plan.temp_size_in_bytes
         return dict(zip(("arguments", "temporaries"), sizes))
 
@@ -213,7 +210,7 @@ class Trainer:
         Returns:
           The last state.
         """
-        step_fn = self.compile()
+        step_fn = self.compiled
         with jax.set_mesh(self.mesh):
             for step in range(first_step, self.config.steps):
                 start = time.perf_counter()

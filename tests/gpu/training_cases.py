@@ -205,7 +205,7 @@ def training(rank, steps=10):
     """A few steps of the model, twice: no collective of XLA, the same bits."""
     trainer = _trainer(rank)
     initialize(rank, mesh=trainer.mesh)
-    found = hlo.parse(trainer.compile().as_text())
+    found = hlo.parse(trainer.compiled.as_text())
     assert not found.count, found.count
     # An exchange each way, forward and backward, and one sum.
     assert found.fused.total() == 5, found.fused

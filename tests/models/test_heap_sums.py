@@ -41,7 +41,7 @@ def _losses(trainer, steps=4):
 
 @pytest.mark.parametrize(("dp", "cp"), [(2, 4), (1, 4), (1, 2)])
 def test_a_step_has_no_collective_of_xla(heap_trainer, dp, cp):
-    found = hlo.parse(heap_trainer(dp=dp, cp=cp).compile().as_text())
+    found = hlo.parse(heap_trainer(dp=dp, cp=cp).compiled.as_text())
     assert not found.count, found.count
     # A layer, forward and backward, and one call a group for the loss and all
     # gradients. Replicated KV heads (cp 4 of 2 heads) change nothing here.
@@ -83,7 +83,7 @@ def test_parameters_stay_the_same_on_all_ranks(heap_trainer):
 def test_the_state_is_donated(heap_trainer):
     """The result takes the place of the argument: no second copy of the state."""
     trainer = heap_trainer()
-    memory = trainer.compile().memory_analysis()
+    memory = trainer.compiled.memory_analysis()
     state = trainer.abstract_state()
     size = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(state))
     assert memory.alias_size_in_bytes >= size
@@ -100,7 +100,7 @@ def test_exchanges_run_once_forward_and_once_backward(heap_trainer):
         return targets.group_info(session)["calls"]
 
     steps, layers, ranks = 3, trainer.config.model.num_layers, 4
-    trainer.compile()
+    _ = trainer.compiled
     before = calls()
     state = trainer.run(
         trainer.init_state(), 0, lambda record, _: record.step == steps - 1
@@ -116,7 +116,7 @@ def test_exchanges_run_once_forward_and_once_backward(heap_trainer):
 def test_a_reduction_that_is_not_possible_is_refused(train_config, corpus):
     trainer = Trainer(train_config(reductions="heap"), corpus)
     with pytest.raises(NotImplementedError, match=r"no peer group with a heap along"):
-        trainer.compile()
+        _ = trainer.compiled
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch(heap_trainer):
