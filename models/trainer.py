@@ -183,6 +183,7 @@ class Trainer:
     def step_memory(self) -> dict[str, int]:
         """Bytes that XLA plans for a step on one device, without the heap."""
         plan = self.compiled.memory_analysis()
+        assert plan is not None  # CPUs and GPUs have one.
         sizes = plan.argument_size_in_bytes, plan.temp_size_in_bytes
         return dict(zip(("arguments", "temporaries"), sizes))
 
