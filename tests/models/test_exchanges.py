@@ -16,7 +16,7 @@ def _count_in_loops(hlo: str, op: str) -> list[int]:
 
 
 def test_a_step_exchanges_twice_forward_and_twice_backward(train_config, corpus):
-    hlo = Trainer(train_config(), corpus).compile().as_text()
+    hlo = Trainer(train_config(), corpus).compiled.as_text()
     # Layers are scanned: one loop body forward, one backward. Rematerialisation adds
     # none, and nothing is gathered: activations stay sharded over the sequence.
     assert _count_in_loops(hlo, "all-to-all") == [2, 2]
@@ -39,5 +39,5 @@ def test_remat_without_the_policy_would_exchange_again(train_config, corpus):
 
 
 def test_cp_1_has_no_exchange(train_config, corpus):
-    hlo = Trainer(train_config(dp=8, cp=1), corpus).compile().as_text()
+    hlo = Trainer(train_config(dp=8, cp=1), corpus).compiled.as_text()
     assert " all-to-all(" not in hlo
