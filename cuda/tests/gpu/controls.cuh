@@ -48,6 +48,7 @@ inline constexpr Control kPlainReadControls[] = {
     {"acquire fence", kEdgeAcquire, Seen::kByAdversary}};
 inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kAlone}};
 inline constexpr Control kWatcherControls[] = {{"arrivals", kEdgeArrivals, Seen::kAlone}};
+inline constexpr Control kPlanControls[] = {{"tile plan", kEdgeTilePlan, Seen::kAlone}};
 // With slots across PCIe: by nothing but distance.
 inline constexpr Control kFarControls[] = {{"nothing, far slots", kEdgeNone},
                                            {"tile release, far slots", kEdgeTileRelease}};
