@@ -82,15 +82,30 @@ class HandOff {
     if (!removed_) ptx::BarrierWait(&storage_.full[slot()], round() & 1);
     return storage_.item[slot()];
   }
-  JU_D void TakeDone() {
+  JU_D void TakeDone() { TakeDone(1); }
+
+  // Whole warp: the next item, as soon as it is given, and those that have been given behind it by
+  // then, lane i the i-th. Returns how many; after the work, TakeDone(how many).
+  JU_D int32_t TakeSome(Item& item) {
+    const uint32_t lane = threadIdx.x % 32;
+    Take();
+    // A lane waits itself, or finds out, for the item that it takes: that is its acquire.
+    const bool mine =
+        lane < kHandOffDepth &&
+        (lane == 0 || (!removed_ && ptx::BarrierTest(&storage_.full[slot(lane)], round(lane) & 1)));
+    if (mine) item = storage_.item[slot(lane)];
+    return __ffs(static_cast<int>(~__ballot_sync(~0u, mine))) - 1;
+  }
+  JU_D void TakeDone(int32_t items) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&storage_.empty[slot()]);
-    ++count_;
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < static_cast<uint32_t>(items)) ptx::BarrierArrive(&storage_.empty[slot(lane)]);
+    count_ += static_cast<uint32_t>(items);
   }
 
  private:
-  JU_D uint32_t slot() const { return count_ % kHandOffDepth; }
-  JU_D uint32_t round() const { return count_ / kHandOffDepth; }
+  JU_D uint32_t slot(uint32_t ahead = 0) const { return (count_ + ahead) % kHandOffDepth; }
+  JU_D uint32_t round(uint32_t ahead = 0) const { return (count_ + ahead) / kHandOffDepth; }
 
   Storage& storage_;
   const bool removed_;

@@ -133,6 +133,12 @@ struct SharedCredit {
     ptx::BarrierWait(&credit.known, 0);
     return credit.granted != 0;
   }
+  // The same, before bulk stores.
+  JU_D static bool GrantedToCopies(SharedCredit& credit) {
+    const bool granted = Granted(credit);
+    ptx::ProxyFence();
+    return granted;
+  }
 };
 
 // One warp of one CTA: says that this rank is here and looks who else is. Nobody waits for it, so

@@ -90,16 +90,17 @@ JU_D WarpRole RoleOfWarp() {
   return warp >= 4 ? WarpRole::kConsumer : static_cast<WarpRole>(warp);
 }
 
-// A barrier of the whole cluster. What threads wrote before it, also into shared memory, others
-// see after it.
-template <class C>
+// A barrier of the whole cluster, of one CTA too. What threads wrote before it, also into shared
+// memory, others see after it. In two halves: who has something to do that needs nobody else does
+// it between them.
+JU_D void ClusterArrive() {
+  __syncwarp();
+  cute::cluster_arrive();
+}
+JU_D void ClusterWait() { cute::cluster_wait(); }
 JU_D void ClusterSync() {
-  if constexpr (C::kCluster == 1) {
-    __syncthreads();
-  } else {
-    __syncwarp();
-    cute::cluster_sync();
-  }
+  ClusterArrive();
+  ClusterWait();
 }
 
 // After BeginRank and ClusterSync: whether any CTA of the cluster has seen an abort. They must

@@ -62,7 +62,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     ptx::BarrierInitFence();
   }
   auto pipeline = MakePipeline<C>(shared);
-  ClusterSync<C>();
+  ClusterSync();
 
   const int32_t k_tiles = static_cast<int32_t>(CeilDiv(p.depth, C::kTileK));
   const bool run = !AnyAborted<C>(shared);
@@ -140,14 +140,14 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {
         const typename C::Plan& plan = plans.Take();
         const bool stored = hand_off.Take() != kNoSignal;
-        // Edge "tile": released to every owner of the block, system scope.
-#pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b) {
-          const auto& part = plan.blocks[b];
-          const int32_t owners = stored ? part.owners : 0;
-          for (int32_t j = static_cast<int32_t>(threadIdx.x % 32); j < owners; j += 32) {
-            protocol.PublishTile(part.first_owner + j, part.flag);
-          }
+        // Edge "tile": released to every owner of the block, system scope. Lanes are shared out
+        // between the blocks: a release takes as long for all flags as for one.
+        constexpr int kLanes = 32 / C::kBlocks;
+        const int lane = static_cast<int>(threadIdx.x % 32);
+        const auto& part = plan.blocks[lane / kLanes];
+        const int32_t owners = stored ? part.owners : 0;
+        for (int32_t j = lane % kLanes; j < owners; j += kLanes) {
+          protocol.PublishTile(part.first_owner + j, part.flag);
         }
         hand_off.TakeDone();
         plans.TakeDone();
@@ -155,7 +155,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     }
   }
   // Until here the other CTA of the cluster may write into this one's shared memory.
-  ClusterSync<C>();
+  ClusterSync();
   EndRank<C::kTest>(call, shared.rank);
 }
 
