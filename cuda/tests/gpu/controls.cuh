@@ -46,8 +46,10 @@ inline constexpr Control kBulkReadControls[] = {{"acquire fence", kEdgeAcquire, 
 // or with plain loads, where L1 may hold what was there before.
 inline constexpr Control kPlainReadControls[] = {
     {"acquire fence", kEdgeAcquire, Seen::kByAdversary}};
-inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kAlone}};
+// A small tile may be stored before a peer comes for it; not if the adversary holds it back.
+inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kByAdversary}};
 inline constexpr Control kWatcherControls[] = {{"arrivals", kEdgeArrivals, Seen::kAlone}};
+inline constexpr Control kPlanControls[] = {{"tile plan", kEdgeTilePlan, Seen::kAlone}};
 // With slots across PCIe: by nothing but distance.
 inline constexpr Control kFarControls[] = {{"nothing, far slots", kEdgeNone},
                                            {"tile release, far slots", kEdgeTileRelease}};

@@ -119,7 +119,7 @@ void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, 
                               kBulkReadControls, kHandOffControls, kWatcherControls);
   } else {
     NegativeControls<Fixture>(entry, op, variants, launches, kRingControls, kBulkReadControls,
-                              kHandOffControls);
+                              kHandOffControls, kPlanControls);
   }
 }
 

@@ -28,6 +28,7 @@ enum Edge : uint32_t {
   kEdgeHandOff = 1u << 14,       // publisher does not wait for the storing warp
   kEdgeRing = 1u << 15,          // refill a shared-memory stage while it is still being read
   kEdgeArrivals = 1u << 16,      // the producer does not wait for the warp that watches arrivals
+  kEdgeTilePlan = 1u << 17,      // neither plans nor their readers are waited for
   // As the template argument: the edges are taken from CallInfo::removed_edges.
   kEdgesAtRunTime = 1u << 31,
 };

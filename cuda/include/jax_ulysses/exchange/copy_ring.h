@@ -1,35 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp that moves bytes with bulk copies: global -> shared ring -> global. It owns a small ring
-// in shared memory and keeps loads and stores in flight at the same time.
-//
-// What to move comes from a `Work`:
-//   static constexpr bool kSignals        Signal is called
-//   bool Next(Strip&)                     whole warp; false at the end. May wait for other ranks.
-//   void Signal(int32_t)                  lane 0; the bytes of the strip with that signal, and of
-//                                         all before it, have been written
+// in shared memory and keeps loads and stores in flight at the same time. What it moves: strip.h.
 #ifndef JAX_ULYSSES_EXCHANGE_COPY_RING_H_
 #define JAX_ULYSSES_EXCHANGE_COPY_RING_H_
 
 #include "jax_ulysses/base.h"
 #include "jax_ulysses/comm/edges.h"
+#include "jax_ulysses/exchange/strip.h"
 #include "jax_ulysses/exchange/test_hooks.h"
 #include "jax_ulysses/ptx/async.h"
 
 namespace jax_ulysses {
-
-inline constexpr int32_t kNoSignal = -1;
-
-// `rows` rows of `row_bytes` bytes. Everything is a multiple of 16 bytes.
-struct Strip {
-  const char* source = nullptr;
-  char* dest = nullptr;
-  int32_t rows = 0;
-  int32_t row_bytes = 0;
-  int32_t source_pitch = 0;
-  int32_t dest_pitch = 0;
-  int32_t signal = kNoSignal;
-  bool remote = false;  // crosses the link
-};
 
 // A warp moves what it has under way over the time from asking for a chunk to its being stored, and
 // a chunk costs about 0.35 us of instructions whatever its size (tests/gpu/ring_bench.cu): stages
@@ -44,21 +25,14 @@ class CopyRing {
   static constexpr int kSignalLag = kStages / 2;
   static_assert(kStages >= 2 && kStages <= 8 && kStageBytes % 128 == 0);
 
-  struct Pending {
-    char* dest;
-    int32_t rows;
-    int32_t row_bytes;
-    int32_t pitch;
-    int32_t signal;
-  };
   struct Storage {
     alignas(128) char data[kStages][kStageBytes];
     alignas(8) uint64_t full[kStages];
-    Pending pending[kStages];
+    Chunk pending[kStages];
     int32_t signals[16];
   };
 
-  // One thread, before a CTA-wide barrier and BarrierInitFence.
+  // One thread, before BarrierInitFence and a barrier of those who use the ring.
   JU_D static void Init(Storage& storage) {
     for (int i = 0; i < kStages; ++i) ptx::BarrierInit(&storage.full[i], 1);
   }
@@ -76,21 +50,29 @@ class CopyRing {
   // stored.
   template <class Work, class MayStore>
   JU_D void Run(Work& work, MayStore&& may_store) {
+    Start(work);
+    Finish(work, may_store);
+  }
+
+  // The same in two halves. The first loads need nothing but the ring.
+  template <class Work>
+  JU_D void Start(Work& work) {
+    more_ = work.Next(strip_);
+    // The negative controls give signals before they load, when nobody can be told yet.
+    if (TestHooks::Removed<kTest>(hooks_, kEdgeHandOff) || TestHooks::FlagsFirst<kTest>(hooks_)) {
+      return;
+    }
+    LoadAhead(work);
+  }
+
+  template <class Work, class MayStore>
+  JU_D void Finish(Work& work, MayStore&& may_store) {
     bool asked = false;
-    bool more = work.Next(strip_);
+    // The first signal goes out as soon as it may, because somebody waits for it and has nothing
+    // else to do. Later ones lag.
+    int lag = 0;
     while (true) {
-      while (more && loaded_ - stored_ < kLoadsAhead) {
-        if constexpr (kTest && Work::kSignals) {
-          // The negative control: before anything of the strip has been stored.
-          if (strip_.signal != kNoSignal && (TestHooks::Removed<kTest>(hooks_, kEdgeHandOff) ||
-                                             TestHooks::FlagsFirst<kTest>(hooks_))) {
-            if (lead_) work.Signal(strip_.signal);
-            strip_.signal = kNoSignal;
-          }
-        }
-        Load();
-        if (strip_.rows == 0) more = work.Next(strip_);
-      }
+      LoadAhead(work);
       if (stored_ == loaded_) break;
       if (!asked && !may_store()) {
         Drop();
@@ -99,9 +81,14 @@ class CopyRing {
       asked = true;
       Store();
       if constexpr (Work::kSignals) {
-        if (unsignalled_ >> kSignalLag != 0) {
-          WaitWritten<kSignalLag>();
-          Signal(work, kSignalLag);
+        if (unsignalled_ >> lag != 0) {
+          if (lag == 0) {
+            WaitWritten<0>();
+          } else {
+            WaitWritten<kSignalLag>();
+          }
+          Signal(work, lag);
+          lag = kSignalLag;
         }
       }
     }
@@ -130,6 +117,22 @@ class CopyRing {
       ptx::BulkWaitRead<kPending>();
     } else {
       ptx::BulkWait<kPending>();
+    }
+  }
+
+  template <class Work>
+  JU_D void LoadAhead(Work& work) {
+    while (more_ && loaded_ - stored_ < kLoadsAhead) {
+      if constexpr (kTest && Work::kSignals) {
+        // The negative control: before anything of the strip has been stored.
+        if (strip_.signal != kNoSignal && (TestHooks::Removed<kTest>(hooks_, kEdgeHandOff) ||
+                                           TestHooks::FlagsFirst<kTest>(hooks_))) {
+          if (lead_) work.Signal(strip_.signal);
+          strip_.signal = kNoSignal;
+        }
+      }
+      Load();
+      if (strip_.rows == 0) more_ = work.Next(strip_);
     }
   }
 
@@ -181,7 +184,7 @@ class CopyRing {
   JU_D void Store() {
     if (lead_) {
       ptx::BarrierWait(&storage_.full[store_.stage], store_.parity);
-      const Pending chunk = storage_.pending[store_.stage];
+      const Chunk chunk = storage_.pending[store_.stage];
       char* data = storage_.data[store_.stage];
       if (chunk.rows == 1 || chunk.pitch == chunk.row_bytes) {
         ptx::BulkStore(chunk.dest, data, chunk.rows * chunk.row_bytes);
@@ -218,6 +221,7 @@ class CopyRing {
     }
     strip_ = Strip();
     offset_ = 0;
+    more_ = false;
     __syncwarp();
   }
 
@@ -230,8 +234,9 @@ class CopyRing {
   }
 
   Storage& storage_;
-  const TestHooks hooks_;  // a copy: registers, where there are hooks at all
+  const TestHooks& hooks_;
   const bool lead_;
+  bool more_ = false;  // strip_ is not empty
   Strip strip_;
   int32_t offset_ = 0;  // bytes of the current row that are done, when a row is split
   Cursor load_, store_;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Hands numbers from a warp whose stores are complete to the warp that raises their flags: the
-// fence of a release takes half a microsecond, which then holds up neither epilogue nor copies.
+// A ring in shared memory that hands items from warps to warps of a CTA. Two uses:
+//   - numbers, from a warp whose stores are complete to the warp that raises their flags: the fence
+//     of a release takes half a microsecond, which then holds up neither epilogue nor copies;
+//   - plans of tiles, from the warp that makes them to those that need them (gemm/tile_plan.h).
 #ifndef JAX_ULYSSES_EXCHANGE_HAND_OFF_H_
 #define JAX_ULYSSES_EXCHANGE_HAND_OFF_H_
 
@@ -11,63 +13,101 @@ namespace jax_ulysses {
 
 inline constexpr int kHandOffDepth = 4;
 
+template <class Item>
 struct HandOffStorage {
+  Item item[kHandOffDepth];
   uint64_t full[kHandOffDepth];
   uint64_t empty[kHandOffDepth];
-  int32_t item[kHandOffDepth];
 };
 
-// A ring with back-pressure. Givers (one thread, or one in each of several warps that give the same
-// items in the same order) and taker have an object each.
+// A ring with back-pressure. Every warp that gives or takes has an object of its own, and all give,
+// or take, the same items in the same order. What is given by several warps has been given when the
+// last of them has; a place is free when the last taker is done with it.
 //
-// Edge "hand-off", inside a CTA: the givers' stores (waited for, if they are asynchronous), their
-// arrivals on `full` (release), the taker's wait (acquire), and the taker's system-scope release
-// are a chain, so the flag is ordered after the stores though another thread raises it.
-template <bool kTest>
+// Edges "hand-off" and "tile plan", inside a CTA: the givers' stores (waited for, if they are
+// asynchronous), their arrivals on `full` (release) and the takers' wait (acquire); back, the
+// takers' arrivals on `empty` and the givers' wait. A flag that the taker then releases at system
+// scope is ordered after the givers' stores though another thread raises it.
+template <bool kTest, class Item = int32_t>
 class HandOff {
  public:
+  using Storage = HandOffStorage<Item>;
+
   // `removed` is the negative control: nobody waits for anybody.
-  JU_D explicit HandOff(HandOffStorage& storage, bool removed = false)
+  JU_D explicit HandOff(Storage& storage, bool removed = false)
       : storage_(storage), removed_(kTest && removed) {}
 
-  JU_D static void Init(HandOffStorage& storage, uint32_t givers) {
+  JU_D static void Init(Storage& storage, uint32_t givers, uint32_t takers = 1) {
     for (int i = 0; i < kHandOffDepth; ++i) {
       ptx::BarrierInit(&storage.full[i], givers);
-      ptx::BarrierInit(&storage.empty[i], 1);
+      ptx::BarrierInit(&storage.empty[i], takers);
     }
   }
 
-  // One thread, whose stores are ordinary ones or complete. Of several givers one names the item.
-  JU_D void GiveByLane(int32_t item, bool names = true) {
+  // Giver: where the next item goes. The first kHandOffDepth of them need no barrier.
+  JU_D Item& Room() {
     if (count_ >= kHandOffDepth && !removed_) {
       ptx::BarrierWait(&storage_.empty[slot()], (round() - 1) & 1);
     }
-    if (names) storage_.item[slot()] = item;
+    return storage_.item[slot()];
+  }
+  // Whole warp, for what all its threads have stored into the room and elsewhere.
+  JU_D void GiveRoom() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&storage_.full[slot()]);
+    ++count_;
+  }
+  // For the negative control: those who do not wait shall find an item, though not theirs. Whole
+  // warp, before the CTA's first barrier.
+  JU_D void CopyFirst() {
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    for (int i = 1; i < kHandOffDepth; ++i) storage_.item[i] = storage_.item[0];
+  }
+  // One thread, whose stores are ordinary ones or complete. Of several givers one names the item.
+  JU_D void GiveByLane(Item item, bool names = true) {
+    Item& room = Room();
+    if (names) room = item;
     ptx::BarrierArrive(&storage_.full[slot()]);
     ++count_;
   }
   // Whole warp, for the stores of all its threads.
-  JU_D void Give(int32_t item, bool names = true) {
+  JU_D void Give(Item item, bool names = true) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) GiveByLane(item, names);
   }
 
   // Whole warp. After the work, TakeDone.
-  JU_D int32_t Take() {
+  JU_D const Item& Take() {
     if (!removed_) ptx::BarrierWait(&storage_.full[slot()], round() & 1);
     return storage_.item[slot()];
   }
-  JU_D void TakeDone() {
+  JU_D void TakeDone() { TakeDone(1); }
+
+  // Whole warp: the next item, as soon as it is given, and those that have been given behind it by
+  // then, lane i the i-th. Returns how many; after the work, TakeDone(how many).
+  JU_D int32_t TakeSome(Item& item) {
+    const uint32_t lane = threadIdx.x % 32;
+    Take();
+    // A lane waits itself, or finds out, for the item that it takes: that is its acquire.
+    const bool mine =
+        lane < kHandOffDepth &&
+        (lane == 0 || (!removed_ && ptx::BarrierTest(&storage_.full[slot(lane)], round(lane) & 1)));
+    if (mine) item = storage_.item[slot(lane)];
+    return __ffs(static_cast<int>(~__ballot_sync(~0u, mine))) - 1;
+  }
+  JU_D void TakeDone(int32_t items) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&storage_.empty[slot()]);
-    ++count_;
+    const uint32_t lane = threadIdx.x % 32;
+    if (lane < static_cast<uint32_t>(items)) ptx::BarrierArrive(&storage_.empty[slot(lane)]);
+    count_ += static_cast<uint32_t>(items);
   }
 
  private:
-  JU_D uint32_t slot() const { return count_ % kHandOffDepth; }
-  JU_D uint32_t round() const { return count_ / kHandOffDepth; }
+  JU_D uint32_t slot(uint32_t ahead = 0) const { return (count_ + ahead) % kHandOffDepth; }
+  JU_D uint32_t round(uint32_t ahead = 0) const { return (count_ + ahead) / kHandOffDepth; }
 
-  HandOffStorage& storage_;
+  Storage& storage_;
   const bool removed_;
   uint32_t count_ = 0;
 };

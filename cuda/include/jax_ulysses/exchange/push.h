@@ -141,18 +141,24 @@ class PushWork {
   int32_t end_ = 0;
 };
 
-// The publisher warp: raises the flags of pieces that PushWork hands over, until kNoSignal comes.
+// The publisher warp: raises the flags of pieces that PushWork hands over, until kNoSignal comes. A
+// release takes as long for several flags, a lane each, as for one.
 template <bool kTest, class Protocol>
 JU_D void PublishPieces(const PushArgs& args, Protocol& protocol, HandOff<kTest>& hand_off) {
   const PushOrder order = args.order();
-  while (true) {
-    const int32_t index = hand_off.Take();
-    if (index == kNoSignal) break;
+  bool last = false;
+  while (!last) {
+    int32_t index = 0;
+    const int32_t pieces = hand_off.TakeSome(index);
+    const bool mine = static_cast<int32_t>(threadIdx.x % 32) < pieces;
     // Edge "tile", here per piece: released to the destination, system scope; acquired by the
     // watcher warps of its GEMM (WaitPiecesWarp) and by its GatherWork.
-    const PushOrder::Item item = order.At(index);
-    if (threadIdx.x % 32 == 0) protocol.PublishTile(item.dest, item.piece);
-    hand_off.TakeDone();
+    if (mine && index != kNoSignal) {
+      const PushOrder::Item item = order.At(index);
+      protocol.PublishTile(item.dest, item.piece);
+    }
+    last = __any_sync(~0u, mine && index == kNoSignal);
+    hand_off.TakeDone(pieces);
   }
 }
 

@@ -15,6 +15,7 @@
 #include "jax_ulysses/exchange/fault_mailbox.h"
 #include "jax_ulysses/exchange/geometry.h"
 #include "jax_ulysses/exchange/test_hooks.h"
+#include "jax_ulysses/ptx/async.h"
 
 namespace jax_ulysses {
 
@@ -109,6 +110,36 @@ JU_D bool WaitSlotFreeWarp(Protocol& protocol) {
   ptx::ProxyFence();
   return ok;
 }
+
+// The credit, for warps that write a slot but should not wait for words of the heap.
+//
+// Edge "credit", second half, inside a CTA: one warp acquires it from all ranks (system scope) and
+// arrives at `known` (release); the others wait there (acquire) before their first store.
+struct SharedCredit {
+  uint64_t known;
+  uint32_t granted;
+
+  JU_D static void Init(SharedCredit& credit) { ptx::BarrierInit(&credit.known, 1); }
+  // One warp, once.
+  template <class Protocol>
+  JU_D static void Ask(SharedCredit& credit, Protocol& protocol) {
+    const bool granted = WaitSlotFreeWarp(protocol);
+    if (threadIdx.x % 32 != 0) return;
+    credit.granted = granted;
+    ptx::BarrierArrive(&credit.known);
+  }
+  // False after an abort.
+  JU_D static bool Granted(SharedCredit& credit) {
+    ptx::BarrierWait(&credit.known, 0);
+    return credit.granted != 0;
+  }
+  // The same, before bulk stores.
+  JU_D static bool GrantedToCopies(SharedCredit& credit) {
+    const bool granted = Granted(credit);
+    ptx::ProxyFence();
+    return granted;
+  }
+};
 
 // One warp of one CTA: says that this rank is here and looks who else is. Nobody waits for it, so
 // a late peer costs nothing here; a peer that came for another call aborts the group.

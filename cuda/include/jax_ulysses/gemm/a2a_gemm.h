@@ -54,14 +54,15 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
   }
   BeginRank<C::kTest>(call, shared.rank);
   if (threadIdx.x == 0) {
-    C::Ring::Init(shared.ring);
     HandOff<C::kTest>::Init(shared.hand_off, 1);
+    SharedCredit::Init(shared.credit);
     shared.arrivals = 0;
     ptx::BarrierInitFence();
   }
   auto pipeline = MakePipeline<C>(shared);
-  ClusterSync<C>();
-
+  ClusterArrive();
+  const PushShare share = PushShare::Make(push.head_items, cta, call.ctas, call.comm_ctas);
+  const bool pushes = call.communicate && (share.rest_stride > 0 || share.item < push.head_items);
   const OutputTiles tiles = {static_cast<int32_t>(CeilDiv(g.rows, C::kTileM)),
                              static_cast<int32_t>(CeilDiv(p.width, C::kTileN)),
                              push.window_rows / C::kTileM, C::kCluster};
@@ -69,11 +70,9 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
   const int32_t first_unit = cta / C::kCluster;
   const int32_t unit_stride = call.ctas / C::kCluster;
   const int32_t in_cluster = cta % C::kCluster;
-  const bool run = !AnyAborted<C>(shared);
-  const bool communicates = run && call.communicate;
-  const PushShare share = PushShare::Make(push.head_items, cta, call.ctas, call.comm_ctas);
-  const bool pushes = communicates && (share.rest_stride > 0 || share.item < push.head_items);
   if (role == WarpRole::kConsumer) {
+    ClusterWait();
+    const bool run = !AnyAborted<C>(shared);
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
     Consumer<C> consumer(pipeline, shared);
     for (int32_t i = first_unit; run && i < num_units; i += unit_stride) {
@@ -94,7 +93,24 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       if constexpr (C::kBlocks == 2) store(cute::_1{});
     }
   } else {
+    // First, because the consumers wait for these registers.
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    HandOff<C::kTest> hand_off(shared.hand_off);
+    typename C::Ring ring(shared.ring, call.hooks);
+    PushWork<C::kTest, Protocol> pieces(push, protocol, hand_off, share);
+    if (role == WarpRole::kCommunicator) {
+      if (threadIdx.x % 32 == 0) {
+        C::Ring::Init(shared.ring);
+        ptx::BarrierInitFence();
+      }
+      __syncwarp();
+      // Before the barrier: a moment later the first loads of all GEMMs fill the queues of the
+      // memory, and who comes after them waits for several microseconds.
+      if (pushes) ring.Start(pieces);
+    }
+    ClusterWait();
+    const bool run = !AnyAborted<C>(shared);
+    const bool communicates = run && call.communicate;
     if (run && role == WarpRole::kProducer) {
       Producer<C> producer(pipeline, shared);
       Arrivals<C::kTest> arrivals(shared.arrivals, call.hooks);
@@ -157,30 +173,27 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
           step += arrived;
         }
       }
-    } else if (communicates && role == WarpRole::kCommunicator) {
-      typename C::Ring ring(shared.ring, call.hooks);
+    } else if (role == WarpRole::kCommunicator) {
       if (pushes) {
-        HandOff<C::kTest> hand_off(shared.hand_off);
-        PushWork<C::kTest, Protocol> pieces(push, protocol, hand_off, share);
-        // Edge "credit", asked with the first loads under way.
-        ring.Run(pieces, [&] { return WaitSlotFreeWarp(protocol); });
+        // The publisher has asked for the credit. After an abort what has been loaded is dropped.
+        ring.Finish(pieces, [&] { return run && SharedCredit::GrantedToCopies(shared.credit); });
         hand_off.Give(kNoSignal);
       }
       // Here and not before, because it waits for late peers.
-      if (cta == call.ctas - 1) CheckEntries<C::kTest>(call);
-      if (push.gathered != nullptr) {
+      if (communicates && cta == call.ctas - 1) CheckEntries<C::kTest>(call);
+      if (communicates && push.gathered != nullptr) {
         GatherWork<C::kTest, Protocol> gather(push, protocol, call.hooks, cta, call.ctas);
         ring.Run(gather);
         SumGathered<C::kTest, cute::is_same_v<typename C::Element, cutlass::half_t>>(
             push, protocol, call.hooks, cta, call.ctas);
       }
-    } else if (pushes && role == WarpRole::kPublisher) {
-      HandOff<C::kTest> hand_off(shared.hand_off);
+    } else if (run && pushes && role == WarpRole::kPublisher) {
+      SharedCredit::Ask(shared.credit, protocol);
       PublishPieces(push, protocol, hand_off);
     }
   }
   // Until here the other CTA of the cluster may write into this one's shared memory.
-  ClusterSync<C>();
+  ClusterSync();
   EndRank<C::kTest>(call, shared.rank);
 }
 

@@ -3,8 +3,9 @@
 // kernel layer (what cutlass::gemm::kernel::GemmUniversal is to CUTLASS, without its scheduler) and
 // epilogue (store_tile.h).
 //
-// Warp group 0: warp 0 loads (Producer), warp 1 communicates, warp 2 publishes, warp 3 watches what
-// arrives. Warp groups 1 and 2: Consumer, 128x256 of accumulators between them.
+// Warp group 0: warp 0 loads (Producer), warp 1 communicates, warp 2 publishes, warp 3 looks ahead:
+// watches what arrives, or plans tiles (tile_plan.h). Warp groups 1 and 2: Consumer, 128x256 of
+// accumulators between them.
 //
 // Tiles of 128x256 are made by clusters of two CTAs, one above the other, of which each loads half
 // of the columns of w for both (TMA multicast): a third less is read out of L2 than by two CTAs on
@@ -20,7 +21,7 @@
 #include "jax_ulysses/exchange/copy_ring.h"
 #include "jax_ulysses/exchange/hand_off.h"
 #include "jax_ulysses/exchange/rank_call.h"
-#include "jax_ulysses/gemm/store_tile.h"
+#include "jax_ulysses/gemm/tile_plan.h"
 
 namespace jax_ulysses {
 
@@ -66,11 +67,15 @@ struct GemmConfig {
       cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
   static_assert(cute::size(typename Mainloop::TiledMma{}) == kThreads - 128);
 
+  using Plan = TilePlan<Element, kBlocks>;  // gemm_a2a
+
   struct Shared {
     alignas(1024) typename Mainloop::TensorStorage tensors;
     alignas(16) typename Mainloop::PipelineStorage pipeline;
     typename Ring::Storage ring;
-    alignas(16) HandOffStorage hand_off;
+    alignas(16) HandOffStorage<Plan> plans;
+    HandOffStorage<int32_t> hand_off;
+    SharedCredit credit;
     RankShared rank;
     uint32_t arrivals;
   };
@@ -85,16 +90,17 @@ JU_D WarpRole RoleOfWarp() {
   return warp >= 4 ? WarpRole::kConsumer : static_cast<WarpRole>(warp);
 }
 
-// A barrier of the whole cluster. What threads wrote before it, also into shared memory, others
-// see after it.
-template <class C>
+// A barrier of the whole cluster, of one CTA too. What threads wrote before it, also into shared
+// memory, others see after it. In two halves: who has something to do that needs nobody else does
+// it between them.
+JU_D void ClusterArrive() {
+  __syncwarp();
+  cute::cluster_arrive();
+}
+JU_D void ClusterWait() { cute::cluster_wait(); }
 JU_D void ClusterSync() {
-  if constexpr (C::kCluster == 1) {
-    __syncthreads();
-  } else {
-    __syncwarp();
-    cute::cluster_sync();
-  }
+  ClusterArrive();
+  ClusterWait();
 }
 
 // After BeginRank and ClusterSync: whether any CTA of the cluster has seen an abort. They must
@@ -240,21 +246,6 @@ class Consumer {
       : pipeline_(pipeline), shared_(shared) {}
 
   JU_D static int thread() { return static_cast<int>(threadIdx.x) % (kThreads - 128); }
-  // True if `ok` is true in every thread of both warp groups.
-  JU_D static bool All(bool ok) {
-    // CUTLASS keeps the first eight barriers for itself.
-    constexpr int kBarrier = 15;
-    uint32_t all;
-    asm volatile(
-        "{\n.reg .pred p, q;\n"
-        "setp.ne.u32 p, %1, 0;\n"
-        "barrier.cta.red.and.pred.aligned q, %2, %3, p;\n"
-        "selp.u32 %0, 1, 0, q;\n}"
-        : "=r"(all)
-        : "r"(static_cast<uint32_t>(ok)), "n"(kBarrier), "n"(kThreads - 128)
-        : "memory");
-    return all != 0;
-  }
 
   JU_D static auto MakeAccumulator() {
     return cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(typename C::TileShape{}));

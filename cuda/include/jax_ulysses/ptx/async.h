@@ -49,6 +49,19 @@ JU_D bool BarrierTryWait(uint64_t* barrier, uint32_t parity) {
   return done != 0;
 }
 
+// Whether the phase is over, at once.
+JU_D bool BarrierTest(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(SharedAddress(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Waits without a deadline: only for barriers inside a CTA, whose other side always makes progress
 // (waits for other ranks give up on an abort, and the pipelines drain).
 JU_D void BarrierWait(uint64_t* barrier, uint32_t parity) {
