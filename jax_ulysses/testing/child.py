@@ -16,6 +16,7 @@ import numpy as np
 from jax._src import distributed
 from jax.sharding import AxisType, Mesh
 
+from jax_ulysses.heaps import shared_sm_budget
 from jax_ulysses.testing.ranks import Rank
 from jax_ulysses.testing.rigs import process_count
 
@@ -39,7 +40,8 @@ def main() -> None:
     mesh = Mesh(np.array(devices), ("cp",), axis_types=(AxisType.Explicit,))
     sm_budget = None
     if job["rig"] == "shared":
-        sm_budget = devices[job["index"]].core_count // job["num_ranks"]
+        num_sms = devices[job["index"]].core_count
+        sm_budget = shared_sm_budget(num_sms, job["num_ranks"])
     rank = Rank(
         index=job["index"],
         num_ranks=job["num_ranks"],

@@ -29,7 +29,7 @@ class Rank:
       index: of this process; in a rig with one process, 0.
       num_ranks: P, devices in ``mesh``.
       mesh: all ranks' devices on one axis, "cp".
-      sm_budget: for ``initialize``; ranks that share a GPU have an equal part.
+      sm_budget: for ``initialize``; what ranks that share a GPU may each take.
       implementation: "cuda", or "host" on CPUs.
     """
 
