@@ -120,16 +120,17 @@ def measure_mode(args: argparse.Namespace) -> None:
     separate.register(args.native)
     devices = jax.devices()[: args.devices]
     report = ju.initialize(make_mesh(1, args.devices), "cp", args.workspace_mib << 20)
-    trainers = {
-        (geometry, sequence): dict(make_trainers(args, geometry, sequence))
+    cases = [
+        (geometry, sequence)
         for geometry in args.geometries.split(",")
         for sequence in map(int, args.sequences.split(","))
-    }
-    # XLA takes some seconds for each: beside each other, and before anything is timed.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        traced = [t for by_name in trainers.values() for t in by_name.values()]
-        list(pool.map(lambda t: t.compiled, [t for t in traced if type(t) is not str]))
-    for (geometry, sequence), by_name in trainers.items():
+    ]
+    for geometry, sequence in cases:
+        by_name = dict(make_trainers(args, geometry, sequence))
+        # XLA takes some seconds for each: beside each other, before anything is timed.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            traced = [t for t in by_name.values() if not isinstance(t, str)]
+            list(pool.map(lambda t: t.compiled, traced))
         about = {
             "mode": args.one_mode,
             "geometry": geometry,
