@@ -9,6 +9,7 @@ import logging
 
 from jax.sharding import Mesh
 
+from jax_ulysses import sm_budget
 from jax_ulysses.rendezvous import PeerFailure, Rendezvous, agree
 from jax_ulysses.watchdog import Watchdog
 
@@ -75,8 +76,6 @@ _sessions = itertools.count(1)
 # GPUs they must not: a CUDA graph in them would use the freed heap.
 _host_sessions: dict[tuple[Mesh, tuple[str, ...]], int] = {}
 _watchdog = Watchdog()
-# Most GPCs of a GPU. Source: NVIDIA H100 white paper, GH100: 8 of up to 18 SMs.
-_GPCS = 8
 
 
 def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str], Plan]:
@@ -101,33 +100,12 @@ def create(plan: Plan, platform: str) -> tuple[int | None, dict[str, str], Plan]
     return session, _reasons(host=on_device, cuda=reason), plan
 
 
-def shared_sm_budget(num_sms: int, ranks: int) -> int:
-    """Multiprocessors for a call of each of several ranks on one GPU.
-
-    Less than an equal part: while all ranks but one wait inside their kernels, those of
-    the last one must still find room. The CTAs of a cluster start together on free
-    multiprocessors of one GPC, and the others may have left them anywhere.
-
-    Args:
-      num_sms: multiprocessors of the GPU.
-      ranks: on it.
-    """
-    if ranks == 1:
-        return num_sms
-    # Ours are clusters of two: one multiprocessor a GPC may be left over.
-    ours = (num_sms - _GPCS) // ranks
-    # XLA's matrix products have up to eight: if more than seven a GPC are free on
-    # average, one has eight. Ranks given equal parts stopped in these (P = 8).
-    others = (num_sms - 7 * _GPCS - 1) // (ranks - 1)
-    return max(min(ours, others) // 2 * 2, 1)
-
-
 def _share_devices(plan: Plan, uuids: list[str]) -> Plan:
     """Gives ranks that share a physical device their part of its processors."""
     sharing = max(collections.Counter(uuids).values())
     budget = plan.sm_budget
     if sharing > 1 and not budget:
-        budget = shared_sm_budget(plan.mesh.local_devices[0].core_count, sharing)
+        budget = sm_budget.shared(plan.mesh.local_devices[0].core_count, sharing)
     return dataclasses.replace(plan, ranks_per_device=sharing, sm_budget=budget)
 
 

@@ -27,8 +27,8 @@ from jax_ulysses.testing.rigs import Rig, environment_of
 _INDEX, _COUNT = "JAX_ULYSSES_PROCESS_ID", "JAX_ULYSSES_NUM_PROCESSES"
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
 # Turned off on a shared GPU. XLA makes CUDA graphs while a program runs, inside of a
-# loop in its second iteration; the driver did not return from that while the kernels
-# of seven other ranks waited for this one (P=8, seen twice, not with P=2).
+# loop in its second iteration, and warns that this beside waiting kernels can deadlock
+# in the driver. Training with more than two ranks on a GPU has only run without.
 _GRAPHS = "--xla_gpu_enable_command_buffer"
 _RIGS: dict[str, Rig] = {"gpus": "processes", "one-gpu": "shared", "cpu": "cpu"}
 

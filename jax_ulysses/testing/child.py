@@ -16,7 +16,7 @@ import numpy as np
 from jax._src import distributed
 from jax.sharding import AxisType, Mesh
 
-from jax_ulysses.heaps import shared_sm_budget
+from jax_ulysses import sm_budget as budgets
 from jax_ulysses.testing.ranks import Rank
 from jax_ulysses.testing.rigs import process_count
 
@@ -41,7 +41,7 @@ def main() -> None:
     sm_budget = None
     if job["rig"] == "shared":
         num_sms = devices[job["index"]].core_count
-        sm_budget = shared_sm_budget(num_sms, job["num_ranks"])
+        sm_budget = budgets.shared(num_sms, job["num_ranks"])
     rank = Rank(
         index=job["index"],
         num_ranks=job["num_ranks"],

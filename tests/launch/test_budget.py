@@ -3,7 +3,7 @@
 
 import pytest
 
-from jax_ulysses.heaps import shared_sm_budget
+from jax_ulysses import sm_budget
 
 GPCS = 8
 
@@ -15,7 +15,7 @@ def _fits(free: list[int], cluster: int, ctas: int) -> bool:
 @pytest.mark.parametrize("num_sms", [78, 114, 132, 144])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_clusters_fit_wherever_the_others_lie(num_sms, ranks):
-    budget = shared_sm_budget(num_sms, ranks)
+    budget = sm_budget.shared(num_sms, ranks)
     free = num_sms - (ranks - 1) * budget
     # Worst for pairs: an odd number left over in each GPC. Worst for clusters of
     # eight: spread evenly.
@@ -26,7 +26,7 @@ def test_clusters_fit_wherever_the_others_lie(num_sms, ranks):
 
 
 def test_numbers_of_an_h200():
-    assert [shared_sm_budget(132, p) for p in (1, 2, 4, 8)] == [132, 62, 24, 10]
+    assert [sm_budget.shared(132, p) for p in (1, 2, 4, 8)] == [132, 62, 24, 10]
 
 
 def test_equal_parts_would_not_do():
@@ -35,4 +35,4 @@ def test_equal_parts_would_not_do():
 
 
 def test_many_ranks_keep_one():
-    assert shared_sm_budget(132, 100) == 1
+    assert sm_budget.shared(132, 100) == 1
