@@ -46,8 +46,10 @@ inline constexpr Control kBulkReadControls[] = {{"acquire fence", kEdgeAcquire, 
 // or with plain loads, where L1 may hold what was there before.
 inline constexpr Control kPlainReadControls[] = {
     {"acquire fence", kEdgeAcquire, Seen::kByAdversary}};
-// A small tile may be stored before a peer comes for it; not if the adversary holds it back.
-inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kByAdversary}};
+inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kAlone}};
+// Of gemm_a2a over real links: its publisher is at most a few tiles ahead, and small tiles are
+// stored before a peer comes for them, unless the adversary holds them back.
+inline constexpr Control kLinkHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kByAdversary}};
 inline constexpr Control kWatcherControls[] = {{"arrivals", kEdgeArrivals, Seen::kAlone}};
 inline constexpr Control kPlanControls[] = {{"tile plan", kEdgeTilePlan, Seen::kAlone}};
 // With slots across PCIe: by nothing but distance.

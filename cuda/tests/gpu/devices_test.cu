@@ -44,7 +44,11 @@ void ControlDevices(const KernelEntry<typename Fixture::Call>& entry, const char
   run(kRingControls);
   if (Fixture::kPush) run(kBulkWriteControls);
   run(kBulkReadControls);
-  run(kHandOffControls);
+  if (Fixture::kPush) {
+    run(kHandOffControls);
+  } else {
+    run(kLinkHandOffControls);
+  }
 }
 
 int Main(int argc, char** argv) {
