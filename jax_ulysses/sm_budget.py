@@ -21,7 +21,7 @@ def shared(num_sms: int, ranks: int) -> int:
     # Ours are clusters of two: one multiprocessor a GPC may be left over.
     ours = (num_sms - _GPCS) // ranks
     # XLA's matrix products have up to eight: if more than seven a GPC are free on
-    # average, one has eight. With equal parts training on eight ranks stopped, four
-    # times of four (tests/gpu/RESULTS.md).
+    # average, one has eight. With equal parts the preset "small" stopped training on
+    # eight ranks, four times of four (tests/gpu/RESULTS.md).
     others = (num_sms - 7 * _GPCS - 1) // (ranks - 1)
     return max(min(ours, others) // 2 * 2, 1)
