@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 
 import jax_ulysses as ju
+from jax_ulysses import group
+from jax_ulysses.ffi import targets
 from tests.gpu.shards import HEADS, SEQUENCE, all_nan, assert_same_bits, run
 from tests.helpers import mapping_oracle
 
@@ -20,6 +22,12 @@ def initialize(rank, axis="cp", mesh=None, **kwargs):
 def array(rank, tokens=32, heads=2, head_dim=64, seed=0, dtype=ml_dtypes.bfloat16):
     shape = (1, tokens * rank.num_ranks, heads * rank.num_ranks, head_dim)
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def handler_calls() -> int:
+    """Handler calls of all groups of this process; replays of graphs not counted."""
+    sessions = [g.session for g in group._groups.values()]
+    return sum(targets.group_info(s)["calls"] for s in sessions)
 
 
 def scatter(rank):

@@ -16,10 +16,17 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ulysses as ju
-from jax_ulysses import group, heaps
+from jax_ulysses import heaps
 from jax_ulysses.ffi import targets
 from jax_ulysses.rendezvous import Rendezvous
-from tests.gpu.basics import WORKSPACE_BYTES, array, initialize, outcome, scatter
+from tests.gpu.basics import (
+    WORKSPACE_BYTES,
+    array,
+    handler_calls,
+    initialize,
+    outcome,
+    scatter,
+)
 from tests.gpu.faults import (
     fault_device_order,
     fault_missing_rank,
@@ -62,12 +69,6 @@ def _layer_operands(rank, d_model=256, head_dim=64, tokens=64):
     return heads, head_dim, [a.astype(ml_dtypes.bfloat16) for a in (x, w_in, w_out)]
 
 
-def _calls() -> int:
-    """Handler calls of all groups of this process; replays of graphs not counted."""
-    sessions = [g.session for g in group._groups.values()]
-    return sum(targets.group_info(s)["calls"] for s in sessions)
-
-
 def _replays(rank, collective_calls):
     """X and -X in turn, 100 times, with other programs in between: the same bits."""
     heads, head_dim, (x, *weights) = _layer_operands(rank)
@@ -88,7 +89,7 @@ def _replays(rank, collective_calls):
             np.asarray(s.data) for s in program(inputs[0], *placed).addressable_shards
         ]
         assert not any(np.isnan(f.astype(np.float32)).any() for f in first)
-        before = _calls()
+        before = handler_calls()
         extra = 0
         for i in range(101):
             out = program(inputs[i % 2], *placed)
@@ -97,12 +98,12 @@ def _replays(rank, collective_calls):
                 got = sign * np.asarray(shard.data)
                 assert np.array_equal(got, wanted), f"replay {i} differs"
             if i % 25 == 24:
-                extra -= _calls()
+                extra -= handler_calls()
                 y = array(rank, seed=i)
                 result = run(rank.mesh, scatter(rank), (SEQUENCE,), HEADS, y)
                 assert_same_bits(result, mapping_oracle.scatter(y, rank.num_ranks))
-                extra += _calls()
-        calls = _calls() - before - extra
+                extra += handler_calls()
+        calls = handler_calls() - before - extra
     per_process = len(first) * 2 * LAYERS
     return {"runs": 101, "calls_a_run": per_process, "handler_calls": calls}
 

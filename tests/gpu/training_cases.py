@@ -6,6 +6,7 @@ would, and returns what is worth recording.
 """
 
 import dataclasses
+import hashlib
 import sysconfig
 import time
 import traceback
@@ -22,7 +23,7 @@ from jax_ulysses.models.config import TrainConfig
 from jax_ulysses.models.data import Corpus
 from jax_ulysses.models.presets import ModelConfig
 from jax_ulysses.models.trainer import Trainer
-from tests.gpu.basics import initialize
+from tests.gpu.basics import handler_calls, initialize
 from tests.gpu.shards import RANKS, SEQUENCE, place, worst_error
 from tests.helpers import hlo, oracle
 from tests.helpers.projection_cases import BACKWARD, Case
@@ -166,6 +167,43 @@ def halves(rank):
     return {"weight_error": error}
 
 
+def main_gradient(rank):
+    """Two halves of a step add to a donated main gradient where it is."""
+    initialize(rank)
+    case = Case("qkv_proj_a2a", 2, 64, 128, 2, 1, 64, "bfloat16", bias=False)
+    x = case.operands(rank.num_ranks)[0]
+    dy = np.roll(x, 1, axis=2)
+    placed = _place(rank.mesh, (x, dy), (SEQUENCE, SEQUENCE))
+    program = jax.jit(
+        jax.shard_map(
+            lambda x, dy, main: ju.qkv_proj_a2a_bwd_weight(x, dy, accumulate_into=main),
+            mesh=rank.mesh,
+            in_specs=(SEQUENCE, SEQUENCE, P("cp")),
+            out_specs=P("cp"),
+        ),
+        donate_argnums=2,
+    )
+    columns = x.shape[2]
+    shards = [np.split(a.astype(np.float64), rank.num_ranks, 1) for a in (x, dy)]
+    parts = [np.einsum("btd,btc->dc", *pair) for pair in zip(*shards)]
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        zero = np.zeros((rank.num_ranks * columns, columns), dtype)
+        # A copy by JAX: memory of NumPy would not be donated.
+        main = place(rank.mesh, zero, P("cp")).copy()
+        plan = program.lower(*placed, main).compile().memory_analysis()
+        assert plan.alias_size_in_bytes == columns * columns * zero.itemsize, plan
+        addresses = _addresses(main)
+        for _ in range(2):
+            main = program(*placed, main)
+            assert _addresses(main) == addresses
+        error = worst_error(main, 2 * np.concatenate(parts))
+        assert error <= BACKWARD["bfloat16"], (dtype, error)
+
+
+def _addresses(array):
+    return [s.data.unsafe_buffer_pointer() for s in array.addressable_shards]
+
+
 def _corpus() -> Corpus:
     """Some real text that every process has."""
     with open(f"{sysconfig.get_path('stdlib')}/argparse.py", "rb") as file:
@@ -218,6 +256,20 @@ def training(rank, steps=10):
     return {"losses": losses, "memory": trainer.step_memory()}
 
 
+def curve(rank, steps=30):
+    """Losses and a hash of the parameters of a training run, and its handler calls."""
+    trainer = _trainer(rank, steps=steps)
+    initialize(rank, mesh=trainer.mesh)
+    before = handler_calls()
+    losses, params = _losses(trainer, steps)
+    calls = handler_calls() - before
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        digest.update(np.asarray(leaf).tobytes())
+    ju.finalize()
+    return {"losses": losses, "params": digest.hexdigest(), "handler_calls": calls}
+
+
 def _place(mesh, values, specs):
     if not isinstance(values, (tuple, list)):
         return place(mesh, values, specs)
@@ -229,7 +281,14 @@ def _shared(rank) -> bool:
     return rank.sm_budget is not None
 
 
-CASES = (sums, sums_along_both_axes, weight_gradients, halves, training)
+CASES = (
+    sums,
+    sums_along_both_axes,
+    weight_gradients,
+    halves,
+    main_gradient,
+    training,
+)
 
 
 def run_all(rank) -> dict:
