@@ -89,8 +89,10 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
   }
 }
 
-constexpr TilePolicy PolicyOf(int columns) {
-  return columns == 256 ? TilePolicy::k128x256 : TilePolicy::k128x128;
+constexpr TilePolicy PolicyOf(int rows, int columns) {
+  return columns == 256 ? TilePolicy::k128x256
+         : rows == 128  ? TilePolicy::k128x128
+                        : TilePolicy::k64x128;
 }
 
 template <template <class> class Params, class Call, class C>
@@ -99,11 +101,11 @@ KernelEntry<Call> MakeEntry() {
   entry.type = cute::is_same_v<typename C::Element, cutlass::bfloat16_t> ? ElementType::kBf16
                                                                          : ElementType::kF16;
   entry.transposed = C::kTransposed;
-  entry.tile = PolicyOf(C::kTileN);
+  entry.tile = PolicyOf(C::kTileM, C::kTileN);
   entry.tile_rows = C::kTileM;
   entry.tile_columns = C::kTileN;
   entry.cluster = C::kCluster;
-  entry.threads = kThreads;
+  entry.threads = C::kThreads;
   entry.shared_bytes = sizeof(typename C::Shared);
   entry.params_bytes = sizeof(Params<C>);
   static_assert(sizeof(Params<C>) <= 16 * 1024, "kernel parameters");

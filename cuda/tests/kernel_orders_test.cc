@@ -179,7 +179,11 @@ void TestHeuristics() {
   // A single CTA is no cluster.
   JU_CHECK(ChooseTile(make(16384, 8192, 1), 1, all) == TilePolicy::k128x128);
   // Fewer tiles than CTAs: smaller ones keep more of them busy.
-  JU_CHECK(ChooseTile(make(128, 8192, 1), 132, all) == TilePolicy::k128x128);
+  JU_CHECK(ChooseTile(make(128, 8192, 1), 132, all) == TilePolicy::k64x128);
+  JU_CHECK(ChooseTile(make(128, 9216, 1), 132, all) == TilePolicy::k128x128);  // 144 small ones
+  JU_CHECK(ChooseTile(make(512, 6144, 1), 132, all) == TilePolicy::k128x256);  // 192 of 128x128
+  // Half of the rows of a tile would be empty.
+  JU_CHECK(ChooseTile(make(64, 65536, 1), 132, all) == TilePolicy::k64x128);
   // Large and even: the first.
   JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, all) == TilePolicy::k128x256);
   // Only what is compiled.
@@ -196,6 +200,7 @@ void TestHeuristics() {
   JU_CHECK(WindowRows(132, 2, 128) == 512 && WindowRows(2, 2, 128) == 256);
   JU_CHECK(WindowRows(16, 1, 128) == 256 && WindowRows(132, 1, 128) == 512);
   JU_CHECK(WindowRows(1, 1, 128) == 128);
+  JU_CHECK(WindowRows(16, 1, 64) == 128 && WindowRows(132, 1, 64) == 512);
 }
 
 }  // namespace

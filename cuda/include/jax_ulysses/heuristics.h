@@ -10,7 +10,7 @@
 
 namespace jax_ulysses {
 
-// Tiles have 128 rows. They are made of column blocks of kBlockColumns, as many as CTAs make tiles
+// Tiles are made of column blocks of kBlockColumns, as many as CTAs make tiles
 // together, one above the other (gemm/cta.h).
 struct TileShape {
   TilePolicy policy;
@@ -23,6 +23,7 @@ struct TileShape {
 inline constexpr TileShape kTileShapes[] = {
     {TilePolicy::k128x256, 128, 2, 1.0},
     {TilePolicy::k128x128, 128, 1, 0.87},
+    {TilePolicy::k64x128, 64, 1, 0.6},
 };
 
 // What a GEMM looks like to the tile choice: `blocks[i]` column blocks of `columns[i]` columns.
@@ -43,10 +44,10 @@ inline int64_t NumUnits(const TileProblem& problem, const TileShape& tile) {
   return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.blocks) * CeilDiv(columns, tile.blocks);
 }
 
-// Time in units of one CTA and one column block: whole waves of whole units.
+// Time in units of one CTA and 128 rows of one column block: whole waves of whole units.
 inline double TileCost(const TileProblem& problem, const TileShape& tile, int32_t ctas) {
   const int64_t waves = CeilDiv(NumUnits(problem, tile), ctas / tile.blocks);
-  return static_cast<double>(waves * tile.blocks) / tile.efficiency;
+  return static_cast<double>(waves * tile.blocks * tile.rows) / (128 * tile.efficiency);
 }
 
 // The cheapest tile; earlier ones win ties. `available(policy)` says what is compiled.

@@ -111,7 +111,8 @@ int Main() {
       a.zigzag = ranks == 4;
       Shape b = a;
       b.heads = {16, 8, 8}, b.batch = 2;
-      for (TilePolicy tile : {TilePolicy::kAuto, TilePolicy::k128x256, TilePolicy::k128x128}) {
+      for (TilePolicy tile :
+           {TilePolicy::kAuto, TilePolicy::k128x256, TilePolicy::k128x128, TilePolicy::k64x128}) {
         Check<A2aGemmFixture<__nv_bfloat16>>(a, ElementType::kBf16, transposed, tile, "a2a_gemm");
         Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, tile, "gemm_a2a");
       }

@@ -108,7 +108,7 @@ int Main(int argc, char** argv) {
   const std::string filter = argc > 2 ? argv[2] : "";
   for (const GeometryCase& c : kGeometries) {
     if (std::string(c.name).find(filter) == std::string::npos) continue;
-    for (int sequence : {4096, 16384, 65536}) {
+    for (int sequence : {1024, 4096, 16384, 65536}) {
       for (int ranks : {2, 4, 8}) {
         // The operands of one rank; those of all lie on this device.
         if (int64_t{sequence} * c.model > int64_t{1} << 28) continue;

@@ -73,7 +73,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
   if (role == WarpRole::kConsumer) {
     ClusterWait();
     const bool run = !AnyAborted<C>(shared);
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    TakeRegisters<C>();
     Consumer<C> consumer(pipeline, shared);
     for (int32_t i = first_unit; run && i < num_units; i += unit_stride) {
       const OutputTiles::Tile tile = tiles.At(i, in_cluster);
@@ -94,7 +94,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
     }
   } else {
     // First, because the consumers wait for these registers.
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    GiveRegisters<C>();
     HandOff<C::kTest> hand_off(shared.hand_off);
     typename C::Ring ring(shared.ring, call.hooks);
     PushWork<C::kTest, Protocol> pieces(push, protocol, hand_off, share);

@@ -4,8 +4,8 @@
 // epilogue (store_tile.h).
 //
 // Warp group 0: warp 0 loads (Producer), warp 1 communicates, warp 2 publishes, warp 3 looks ahead:
-// watches what arrives, or plans tiles (tile_plan.h). Warp groups 1 and 2: Consumer, 128x256 of
-// accumulators between them.
+// watches what arrives, or plans tiles (tile_plan.h). After it one consumer warp group for each 64
+// rows of the tile.
 //
 // Tiles of 128x256 are made by clusters of two CTAs, one above the other, of which each loads half
 // of the columns of w for both (TMA multicast): a third less is read out of L2 than by two CTAs on
@@ -31,14 +31,6 @@ inline constexpr int kSharedBytes = 227 * 1024;
 inline constexpr int kCopyStages = 4;
 inline constexpr int kCopyStageBytes = 8192;
 
-inline constexpr int kThreads = 384;
-inline constexpr int kConsumerWarps = 8;
-// Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS
-// gives its producers 40; the communication warp would spill there (96 to 344 bytes), at 72 nothing
-// does.
-inline constexpr int kProducerRegisters = 72;
-inline constexpr int kConsumerRegisters = 216;
-
 // D = A B + bias: A [M,K] row-major, B = w [K,N] row-major or, if kTransposed, w [N,K] row-major.
 template <class Element_, bool kTransposed_, class TileShape_, bool kTest_>
 struct GemmConfig {
@@ -55,6 +47,16 @@ struct GemmConfig {
   static constexpr int kTileK = cute::size<2>(TileShape{});
   static constexpr int kAlignment = 16 / sizeof(Element);  // TMA: 16 bytes
 
+  static constexpr int kConsumerWarps = kTileM / 16;
+  static constexpr int kConsumers = 32 * kConsumerWarps;
+  static constexpr int kThreads = 128 + kConsumers;
+  // Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS
+  // gives its producers 40; the communication warp would spill there (96 to 344 bytes), at 72
+  // nothing does. 256 threads have enough as they are.
+  static constexpr bool kMoveRegisters = kThreads > 256;
+  static constexpr int kProducerRegisters = 72;
+  static constexpr int kConsumerRegisters = 216;
+
   using LayoutB =
       cute::conditional_t<kTransposed, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
   using Ring = CopyRing<kCopyStages, kCopyStageBytes, kTest>;
@@ -64,8 +66,9 @@ struct GemmConfig {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
       kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<kOtherBytes>,
-      cutlass::gemm::KernelTmaWarpSpecializedCooperative>::CollectiveOp;
-  static_assert(cute::size(typename Mainloop::TiledMma{}) == kThreads - 128);
+      cute::conditional_t<(kTileM > 64), cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                          cutlass::gemm::KernelTmaWarpSpecialized>>::CollectiveOp;
+  static_assert(cute::size(typename Mainloop::TiledMma{}) == kConsumers);
 
   using Plan = TilePlan<Element, kBlocks>;  // gemm_a2a
 
@@ -88,6 +91,20 @@ enum class WarpRole { kProducer, kCommunicator, kPublisher, kWatcher, kConsumer 
 JU_D WarpRole RoleOfWarp() {
   const int warp = cutlass::canonical_warp_idx_sync();
   return warp >= 4 ? WarpRole::kConsumer : static_cast<WarpRole>(warp);
+}
+
+// Moves registers from the first warp group to the consumers. By whole warp groups.
+template <class C>
+JU_D void TakeRegisters() {
+  if constexpr (C::kMoveRegisters) {
+    cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+  }
+}
+template <class C>
+JU_D void GiveRegisters() {
+  if constexpr (C::kMoveRegisters) {
+    cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
+  }
 }
 
 // A barrier of the whole cluster, of one CTA too. What threads wrote before it, also into shared
@@ -127,7 +144,7 @@ JU_D typename C::Mainloop::MainloopPipeline MakePipeline(typename C::Shared& sha
                 : role == WarpRole::kProducer ? Pipeline::ThreadCategory::Producer
                                               : Pipeline::ThreadCategory::NonParticipant;
   params.is_leader = threadIdx.x % cutlass::NumThreadsPerWarpGroup == 0;
-  params.num_consumers = kThreads - 128;
+  params.num_consumers = C::kConsumers;
   params.num_producers = C::Mainloop::NumProducerThreadEvents;
   params.transaction_bytes = C::Mainloop::TmaTransactionBytes;
   return Pipeline(shared.pipeline, params, typename C::ClusterShape{});
@@ -234,7 +251,7 @@ class Producer {
   typename Mainloop::PipelineState state_;
 };
 
-// Warp groups 1 and 2.
+// The warp groups after the first.
 template <class C>
 class Consumer {
  public:
@@ -245,7 +262,7 @@ class Consumer {
   JU_D Consumer(Pipeline& pipeline, typename C::Shared& shared)
       : pipeline_(pipeline), shared_(shared) {}
 
-  JU_D static int thread() { return static_cast<int>(threadIdx.x) % (kThreads - 128); }
+  JU_D static int thread() { return static_cast<int>(threadIdx.x) % C::kConsumers; }
 
   JU_D static auto MakeAccumulator() {
     return cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(typename C::TileShape{}));

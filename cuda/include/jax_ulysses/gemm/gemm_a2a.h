@@ -56,8 +56,8 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
   if (threadIdx.x == 0) {
     C::Ring::Init(shared.ring);
     // Read by producer and consumers, and by the publisher if there is something to publish.
-    plans.Init(shared.plans, 1, 1 + kConsumerWarps + (call.communicate ? 1 : 0));
-    HandOff<C::kTest>::Init(shared.hand_off, kConsumerWarps);
+    plans.Init(shared.plans, 1, 1 + C::kConsumerWarps + (call.communicate ? 1 : 0));
+    HandOff<C::kTest>::Init(shared.hand_off, C::kConsumerWarps);
     SharedCredit::Init(shared.credit);
     ptx::BarrierInitFence();
   }
@@ -67,7 +67,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
   const int32_t k_tiles = static_cast<int32_t>(CeilDiv(p.depth, C::kTileK));
   const bool run = !AnyAborted<C>(shared);
   if (role == WarpRole::kConsumer) {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    TakeRegisters<C>();
     Consumer<C> consumer(pipeline, shared);
     HandOff<C::kTest> hand_off(shared.hand_off,
                                TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
@@ -100,7 +100,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       give(!first);
     }
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    GiveRegisters<C>();
     if (run && role == WarpRole::kProducer) {
       Producer<C> producer(pipeline, shared);
       for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {

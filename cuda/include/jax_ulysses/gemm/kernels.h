@@ -21,16 +21,17 @@ JU_D void RunRank(const GemmA2aParams<C>& params, const RankCall& call, const Pu
 }
 
 template <class Params>
-__global__ void __cluster_dims__(Params::Config::kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    RankKernel(const __grid_constant__ Params params) {
+__global__ void __cluster_dims__(Params::Config::kCluster, 1, 1)
+    __launch_bounds__(Params::Config::kThreads, 1)
+        RankKernel(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) char shared[];
   RunRank(params, params.call, params.args, static_cast<int32_t>(blockIdx.x), shared);
 }
 
 // CTAs [r * ctas, (r+1) * ctas) are rank r; `ranks` lies in device memory.
 template <class Params>
-__global__ void __cluster_dims__(Params::Config::kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    WorldKernel(const Params* ranks, int32_t ctas) {
+__global__ void __cluster_dims__(Params::Config::kCluster, 1, 1)
+    __launch_bounds__(Params::Config::kThreads, 1) WorldKernel(const Params* ranks, int32_t ctas) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ SharedCopy<RankCall> call;
   __shared__ SharedCopy<decltype(Params::args)> args;

@@ -42,8 +42,8 @@ JU_D void TransposeQuad(uint32_t (&v)[4]) {
   }
 }
 
-// Stores block kBlock of the columns of a tile. Two warp groups; `thread` counts through them as
-// the MMA does, so that warp w has rows [16 w, 16 w + 16). Whole warps.
+// Stores block kBlock of the columns of a tile. `thread` counts through the consumers as the MMA
+// does, so that warp w has rows [16 w, 16 w + 16). Whole warps.
 template <int kBlock, class Element, class Accumulator>
 JU_D void StoreBlock(const Accumulator& accumulator, const TileOutput<Element>& out, int thread) {
   const int quad_lane = thread % 4;
