@@ -26,10 +26,6 @@ from jax_ulysses.testing.rigs import Rig, environment_of
 
 _INDEX, _COUNT = "JAX_ULYSSES_PROCESS_ID", "JAX_ULYSSES_NUM_PROCESSES"
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
-# Turned off on a shared GPU. XLA makes CUDA graphs while a program runs, inside of a
-# loop in its second iteration, and warns that this beside waiting kernels can deadlock
-# in the driver. Training with more than two ranks on a GPU has only run without.
-_GRAPHS = "--xla_gpu_enable_command_buffer"
 _RIGS: dict[str, Rig] = {"gpus": "processes", "one-gpu": "shared", "cpu": "cpu"}
 
 
@@ -77,10 +73,7 @@ def process_environment(
         ones that say who the process is.
     """
     ours = environment_of(_RIGS[mode], 1 if mode == "cpu" else count)
-    flags = ours["XLA_FLAGS"]
-    if mode == "one-gpu" and _GRAPHS not in flags:
-        flags = f"{flags} {_GRAPHS}=".strip()
-    env = {**ours, **base, "XLA_FLAGS": flags}
+    env = {**ours, **base, "XLA_FLAGS": ours["XLA_FLAGS"]}
     address = f"127.0.0.1:{port}"
     env |= {
         _INDEX: str(index),

@@ -14,12 +14,8 @@ _results: dict[int, list] = {}
 def results(request, make_rig):
     num_ranks = request.param
     if num_ranks not in _results:
-        # As the launcher does: ranks that share a GPU must not make graphs.
-        flags = "--xla_gpu_enable_command_buffer=" if RIG == "shared" else ""
         _results[num_ranks] = make_rig(num_ranks).run(
-            "tests.gpu.training_cases:run_all",
-            timeout_s=200,
-            environment={} if RIG == "cpu" else {"XLA_FLAGS": flags},
+            "tests.gpu.training_cases:run_all", timeout_s=200
         )
     return _results[num_ranks]
 
