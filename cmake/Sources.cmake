@@ -8,6 +8,7 @@ set(JAX_ULYSSES_CORE_HEADERS
     cuda/include/jax_ulysses/comm/heap_layout.h
     cuda/include/jax_ulysses/comm/host_memory.h
     cuda/include/jax_ulysses/comm/rank_protocol.h
+    cuda/include/jax_ulysses/exchange/exchange_order.h
     cuda/include/jax_ulysses/exchange/fault_mailbox.h
     cuda/include/jax_ulysses/exchange/geometry.h
     cuda/include/jax_ulysses/exchange/output_tiles.h
@@ -57,6 +58,7 @@ set(JAX_ULYSSES_CUDA_SOURCES ffi/cuda/calls.cc ffi/cuda/cuda_heap.cc ffi/cuda/re
 # Each is cuda/tests/<name>.cc with its own main().
 set(JAX_ULYSSES_TESTS
     call_order_test
+    exchange_order_test
     head_exchange_test
     kernel_orders_test
     negative_controls_test

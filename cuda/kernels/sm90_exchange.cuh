@@ -1,17 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// Kernels of the plain exchange and of psum: half of the warps send, half receive, each with a ring
-// of its own; one more publishes and checks the entries, without waiting for any data.
+// Kernels of the plain exchange and of psum: some warps send, others receive, each with a ring of
+// its own; one raises the flags of what has been sent; one more publishes and checks the entries,
+// without waiting for any data.
 #ifndef JAX_ULYSSES_KERNELS_SM90_EXCHANGE_CUH_
 #define JAX_ULYSSES_KERNELS_SM90_EXCHANGE_CUH_
 
 #include "jax_ulysses/exchange/exchange.h"
+#include "jax_ulysses/exchange/plain_copy.h"
 #include "jax_ulysses/exchange/psum.h"
+#include "jax_ulysses/exchange/publish_pieces.h"
+#include "jax_ulysses/exchange/sum_replicas.h"
 #include "kernels/entry.h"
 
 namespace jax_ulysses {
 
-inline constexpr int kExchangeWarps = 8;
-inline constexpr int kExchangeThreads = (kExchangeWarps + 1) * 32;
+// The rings fill the shared memory of an SM.
+inline constexpr int kExchangeWarps = 7;
+inline constexpr int kExchangeSenders = 2;  // of a CTA that sends
+inline constexpr int kExchangeThreads = (kExchangeWarps + 2) * 32;
 
 struct ExchangeParams {
   RankCall call;
@@ -24,21 +30,42 @@ struct PsumParams {
 
 template <bool kTest>
 struct ExchangeShared {
-  using Ring = CopyRing<4, 6144, kTest>;
+  using Ring = CopyRing<4, 8192, kTest>;
   typename Ring::Storage rings[kExchangeWarps];
+  HandOffStorage<int32_t> hand_offs[kExchangeSenders];
+  SharedCredit credit;
   RankShared rank;
 };
 
 template <bool kTest, class Protocol>
-JU_D void Send(const ExchangeParams& p, Protocol& protocol,
-               typename ExchangeShared<kTest>::Ring& ring, int32_t worker, int32_t workers) {
-  ExchangePush<Protocol> push(p.args, protocol, worker, workers);
-  if (p.args.bulk) {
-    ring.Run(push);
-  } else {
-    CopyPlain<kTest>(push, p.call.hooks);
+JU_D ExchangePush<kTest, Protocol> MakePush(const ExchangeArgs& args, const Protocol& protocol,
+                                            HandOff<kTest>& hand_off, int32_t worker,
+                                            int32_t workers) {
+  return {args, protocol, hand_off, worker, workers};
+}
+template <bool kTest, class Protocol>
+JU_D PsumPush<kTest, Protocol> MakePush(const PsumArgs& args, const Protocol& protocol,
+                                        HandOff<kTest>& hand_off, int32_t worker, int32_t workers) {
+  return {args, protocol, hand_off, worker, workers};
+}
+
+// Whole warp. Bulk loads may be under way, and end here. Stores, unlike loads, need the credit; so
+// do flags that the adversary raises before it stores.
+template <bool kTest, class Params, class Protocol, class Push>
+JU_D void Send(const Params& p, Protocol& protocol, typename ExchangeShared<kTest>::Ring& ring,
+               Push& push, SharedCredit& credit, bool run) {
+  const TestHooks& hooks = p.call.hooks;
+  if (p.args.bulk && !TestHooks::FlagsFirst<kTest>(hooks)) {
+    ring.Finish(push, [&] { return run && SharedCredit::GrantedToCopies(credit); });
+  } else if (run && SharedCredit::GrantedToCopies(credit)) {
+    if (p.args.bulk) {
+      ring.Finish(push, [] { return true; });
+    } else {
+      CopyPlain<kTest>(push, hooks);
+    }
   }
 }
+
 template <bool kTest, class Protocol>
 JU_D void Receive(const ExchangeParams& p, Protocol& protocol,
                   typename ExchangeShared<kTest>::Ring& ring, int32_t worker, int32_t workers) {
@@ -53,16 +80,6 @@ JU_D void Receive(const ExchangeParams& p, Protocol& protocol,
   }
 }
 template <bool kTest, class Protocol>
-JU_D void Send(const PsumParams& p, Protocol& protocol, typename ExchangeShared<kTest>::Ring& ring,
-               int32_t worker, int32_t workers) {
-  PsumPush<Protocol> push(p.args, protocol, worker, workers);
-  if (p.args.bulk) {
-    ring.Run(push);
-  } else {
-    CopyPlain<kTest>(push, p.call.hooks);
-  }
-}
-template <bool kTest, class Protocol>
 JU_D void Receive(const PsumParams& p, Protocol& protocol, typename ExchangeShared<kTest>::Ring&,
                   int32_t worker, int32_t workers) {
   PsumAdd<kTest>(p.args, protocol, p.call.hooks, worker, workers);
@@ -71,30 +88,47 @@ JU_D void Receive(const PsumParams& p, Protocol& protocol, typename ExchangeShar
 template <bool kTest, class Params>
 JU_D void ExchangeRank(const Params& p, int32_t cta, char* shared_bytes) {
   auto& shared = *reinterpret_cast<ExchangeShared<kTest>*>(shared_bytes);
+  using Ring = typename ExchangeShared<kTest>::Ring;
   if constexpr (kTest) {
     if (p.call.hooks.absent) return;
   }
-  const int warp = static_cast<int>(threadIdx.x / 32);
+  // The first two warps have other things to do before the barrier.
+  const int warp = static_cast<int>(threadIdx.x / 32) - 2;
   BeginRank<kTest>(p.call, shared.rank);
-  if (threadIdx.x % 32 == 0 && warp < kExchangeWarps) {
-    ExchangeShared<kTest>::Ring::Init(shared.rings[warp]);
-    ptx::BarrierInitFence();
+  const ExchangeRole role =
+      ExchangeRole::Of(cta, p.call.ctas, p.call.comm_ctas, kExchangeWarps, kExchangeSenders);
+  const bool sends = warp >= 0 && warp < role.senders;
+  KernelProtocol<kTest> protocol(p.call.info);
+  Ring ring(shared.rings[max(warp, 0)], p.call.hooks);
+  auto& to_publisher = shared.hand_offs[sends ? warp : 0];
+  HandOff<kTest> hand_off(to_publisher);
+  auto push = MakePush(p.args, protocol, hand_off, role.Worker(warp), role.senders * role.ctas);
+  if (warp >= 0) {
+    if (threadIdx.x % 32 == 0) {
+      if (sends) HandOff<kTest>::Init(to_publisher, 1);
+      Ring::Init(shared.rings[warp]);
+      ptx::BarrierInitFence();
+    }
+    __syncwarp();
+    // The first loads need nothing but the input.
+    if (sends && p.args.bulk) ring.Start(push);
+  } else if (warp == -1 && role.senders > 0) {
+    if (threadIdx.x % 32 == 0) SharedCredit::Init(shared.credit);
+    __syncwarp();
+    SharedCredit::Ask(shared.credit, protocol);
   }
   __syncthreads();
   const bool run = !shared.rank.aborted;
-  if (run && warp == kExchangeWarps) {
+  if (sends) {
+    Send<kTest>(p, protocol, ring, push, shared.credit, run);
+    hand_off.Give(kNoSignal);
+  } else if (run && warp == -1) {
+    PublishGiven(shared.hand_offs, role.senders,
+                 [&](int32_t index) { PublishPiece(p.args, protocol, index); });
+  } else if (run && warp == -2) {
     if (cta == 0) CheckEntries<kTest>(p.call);
-  } else if (run) {
-    KernelProtocol<kTest> protocol(p.call.info);
-    typename ExchangeShared<kTest>::Ring ring(shared.rings[warp], p.call.hooks);
-    // Consecutive pieces go to different CTAs, which spreads them over the memory system.
-    const int32_t worker = warp / 2 * p.call.ctas + cta;
-    const int32_t workers = kExchangeWarps / 2 * p.call.ctas;
-    if (warp % 2 == 1) {
-      Receive<kTest>(p, protocol, ring, worker, workers);
-    } else if (WaitSlotFreeWarp(protocol)) {
-      Send<kTest>(p, protocol, ring, worker, workers);
-    }
+  } else if (run && role.receivers > 0) {
+    Receive<kTest>(p, protocol, ring, role.Worker(warp - role.senders), role.receivers * role.ctas);
   }
   EndRank<kTest>(p.call, shared.rank);
 }
@@ -123,7 +157,7 @@ inline void FillRankCall(const CallInfo& info, FaultMailbox* mailbox, const Test
   rank.info.removed_edges = hooks.removed_edges;
   rank.mailbox = mailbox;
   rank.ctas = plan.ctas;
-  rank.comm_ctas = plan.ctas;
+  rank.comm_ctas = ExchangeRole::SendingCtas(plan.ctas);
   rank.hooks = hooks;
 }
 
@@ -137,6 +171,7 @@ inline void BuildExchange(const ExchangeCall& call, const LaunchPlan& plan, void
   p.args.sum_replicas = call.sum_replicas;
   bool bulk = true;
   bool summed = false;
+  int64_t bytes = 0;  // of a row of a piece
   for (int seg = 0; seg < g.num_segments; ++seg) {
     p.args.in[seg] = static_cast<const char*>(call.in[seg]);
     p.args.out[seg] = static_cast<char*>(call.out[seg]);
@@ -146,12 +181,15 @@ inline void BuildExchange(const ExchangeCall& call, const LaunchPlan& plan, void
                 16 ==
             0;
     summed = summed || p.args.Summed(seg);
+    bytes += p.args.row_bytes(seg);
     const int64_t head_shard = int64_t{g.rows} * g.num_ranks * p.args.row_bytes(seg);
     const int64_t sequence_shard = int64_t{g.rows} * p.args.pitch(seg);
     p.call.outputs[p.call.num_outputs++] = {p.args.out[seg],
                                             call.gather ? sequence_shard : head_shard};
   }
   p.args.bulk = bulk;
+  p.args.piece_rows =
+      ExchangePieceRows(g.num_ranks, g.rows, bytes, call.info.layout.flags_per_source);
   // Without a replicated segment there is nothing to add.
   if (!summed) p.args.sum_replicas = SumType::kNone;
 }

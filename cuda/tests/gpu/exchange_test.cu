@@ -271,13 +271,15 @@ void Negative(int launches) {
   const auto gather = TestExchangeEntry();
   const auto psum = TestPsumEntry();
   NegativeControls<ExchangeFixture>(gather, "gather bulk", ControlVariants(true), launches,
-                                    kRingControls, kBulkWriteControls, kBulkReadControls);
+                                    kRingControls, kBulkWriteControls, kBulkReadControls,
+                                    kHandOffControls);
   NegativeControls<ExchangeFixture>(gather, "gather plain", ControlVariants(false), launches,
-                                    kPlainReadControls);
+                                    kPlainReadControls, kHandOffControls);
   NegativeControls<PsumFixture>(psum, "psum bulk", ControlVariants(true), launches,
-                                kShortRingControls, kBulkWriteControls, kPlainReadControls);
+                                kShortRingControls, kBulkWriteControls, kPlainReadControls,
+                                kHandOffControls);
   NegativeControls<PsumFixture>(psum, "psum plain", ControlVariants(false), launches,
-                                kPlainReadControls);
+                                kPlainReadControls, kHandOffControls);
 }
 
 void Far(int launches) {

@@ -4,7 +4,7 @@
 #ifndef JAX_ULYSSES_EXCHANGE_PSUM_H_
 #define JAX_ULYSSES_EXCHANGE_PSUM_H_
 
-#include "jax_ulysses/exchange/exchange.h"
+#include "jax_ulysses/launch.h"
 
 namespace jax_ulysses {
 
@@ -21,28 +21,38 @@ struct PsumArgs {
   JU_HD constexpr int32_t num_pieces() const {
     return static_cast<int32_t>(CeilDiv(bytes, piece_bytes));
   }
+  // Items are the pieces for one destination, then those for the next.
+  JU_HD constexpr int32_t Dest(int32_t item) const {
+    return (rank + 1 + item / num_pieces()) % num_ranks;
+  }
   JU_HD constexpr int64_t stride() const { return RoundUp(bytes, 16); }  // of a vector in a slot
 };
 
 }  // namespace jax_ulysses
 
 #if defined(__CUDACC__)
+#include "jax_ulysses/exchange/sum_replicas.h"
 
 namespace jax_ulysses {
 
-template <class Protocol>
+template <bool kTest, class Protocol>
 class PsumPush {
  public:
   static constexpr bool kSignals = true;
-  JU_D PsumPush(const PsumArgs& args, Protocol& protocol, int32_t worker, int32_t workers)
-      : args_(args), protocol_(protocol), item_(worker - workers), stride_(workers) {}
+  JU_D PsumPush(const PsumArgs& args, const Protocol& protocol, HandOff<kTest>& hand_off,
+                int32_t worker, int32_t workers)
+      : args_(args),
+        protocol_(protocol),
+        hand_off_(hand_off),
+        item_(worker - workers),
+        stride_(workers) {}
 
   JU_D bool Next(Strip& strip) {
     item_ += stride_;
     if (item_ >= (args_.num_ranks - 1) * args_.num_pieces()) return false;
     const int64_t begin = static_cast<int64_t>(item_ % args_.num_pieces()) * args_.piece_bytes;
     strip.source = args_.in + begin;
-    strip.dest = protocol_.Slot(Dest(item_)) + args_.rank * args_.stride() + begin;
+    strip.dest = protocol_.Slot(args_.Dest(item_)) + args_.rank * args_.stride() + begin;
     const int64_t left = args_.bytes - begin;
     strip.rows = 1;
     strip.row_bytes = left < args_.piece_bytes ? static_cast<int32_t>(left) : args_.piece_bytes;
@@ -50,18 +60,21 @@ class PsumPush {
     strip.remote = true;
     return true;
   }
-  // Edge "tile" (a piece): acquired by PsumAdd of the destination.
-  JU_D void Signal(int32_t item) { protocol_.PublishTile(Dest(item), item % args_.num_pieces()); }
+  JU_D void Signal(int32_t item) { hand_off_.GiveByLane(item); }
 
  private:
-  JU_D int32_t Dest(int32_t item) const {
-    return (args_.rank + 1 + item / args_.num_pieces()) % args_.num_ranks;
-  }
   const PsumArgs& args_;
-  Protocol& protocol_;
+  const Protocol& protocol_;
+  HandOff<kTest>& hand_off_;
   int32_t item_;
   const int32_t stride_;
 };
+
+// Edge "tile" (a piece): acquired by PsumAdd of the destination.
+template <class Protocol>
+JU_D void PublishPiece(const PsumArgs& args, Protocol& protocol, int32_t item) {
+  protocol.PublishTile(args.Dest(item), item % args.num_pieces());
+}
 
 template <bool kTest, class Protocol>
 JU_D void PsumAdd(const PsumArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
