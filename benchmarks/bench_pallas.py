@@ -7,7 +7,9 @@ jax_ulysses/data/shapes.json, what one rank does around the all-to-all:
 - ``pallas``: the operator of ``jax_ulysses.mosaic``, its exchange replaced by a barrier
   that XLA cannot move anything across;
 - ``xla``: the operator of ``jax_ulysses.reference``, likewise;
-- ``dot``: XLA's matrix product of the same sizes, alone, its result in one piece.
+- ``dot``: XLA's matrix product of the same sizes, alone, its result in one piece;
+- with ``--tilings all``, ``pallas`` with each of ``CANDIDATES`` in
+  jax_ulysses/pallas/config.py (``tiling 0``, ``tiling 1``, ...).
 
 All variants of a shape run in random order in each of ``--rounds`` rounds. Times are
 those of the kernels on the GPU, from CUPTI; the median counts. Before that, results of
@@ -25,6 +27,7 @@ import statistics
 import subprocess
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,7 @@ from jax import lax
 import jax_ulysses
 from jax_ulysses import blocks, mosaic, reference
 from jax_ulysses.pallas import config as configs
+from jax_ulysses.pallas.config import GemmConfig
 from jax_ulysses.spec import HeadExchange
 
 SHAPES = pathlib.Path(jax_ulysses.__file__).parent / "data" / "shapes.json"
@@ -89,8 +93,11 @@ class Shape:
         return tuple(parts), w
 
 
-def variants(shape: Shape) -> dict[str, Callable]:
-    """What is measured: functions of (activations, weight)."""
+def variants(shape: Shape, tilings: dict[str, GemmConfig]) -> dict[str, Callable]:
+    """What is measured: functions of (activations, weight).
+
+    Beside ``pallas`` as it is, once with each of ``tilings``.
+    """
 
     def operator(module):
         def run(x, w):
@@ -100,13 +107,21 @@ def variants(shape: Shape) -> dict[str, Callable]:
 
         return run
 
+    def tiled(config):
+        def run(x, w):
+            with mock.patch.object(configs, "choose", return_value=config):
+                return operator(mosaic)(x, w)
+
+        return run
+
     def dot(x, w):
         m, _, k = shape.gemm
         x = x if shape.op == "gemm_a2a" else x[0]
         # The bytes of the activations are as many as those of its rows.
         return x.reshape(m, k) @ w
 
-    return {"pallas": operator(mosaic), "xla": operator(reference), "dot": dot}
+    found = {"pallas": operator(mosaic), "xla": operator(reference), "dot": dot}
+    return found | {name: tiled(config) for name, config in tilings.items()}
 
 
 def without_exchange() -> None:
@@ -177,6 +192,7 @@ def main() -> None:
     parser.add_argument("--sequences", nargs="*", type=int, default=[4096, 16384])
     parser.add_argument("--cp", nargs="*", type=int, default=[4])
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--tilings", choices=("chosen", "all"), default="chosen")
     parser.add_argument("--commit", help="of the tree, where git cannot tell")
     args = parser.parse_args()
     commit = args.commit or subprocess.check_output(
@@ -185,28 +201,33 @@ def main() -> None:
     without_exchange()
     device = jax.devices()[0]
     shapes, pending = shapes_of(args), {}
+    tilings = {}
+    if args.tilings == "all":
+        tilings = {f"tiling {i}": c[0] for i, c in enumerate(configs.CANDIDATES)}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for shape in shapes:
             operands = jax.eval_shape(shape.operands)
-            for name, function in variants(shape).items():
+            for name, function in variants(shape, tilings).items():
                 lowered = jax.jit(function).lower(*operands)
                 pending[shape, name] = pool.submit(lowered.compile)
     with args.out.open("w") as out:
         for shape in shapes:
-            compiled = {n: pending[shape, n].result() for n in variants(shape)}
+            names = variants(shape, tilings)
+            compiled = {name: pending[shape, name].result() for name in names}
             operands = shape.operands()
             error = distance(compiled["pallas"](*operands), compiled["xla"](*operands))
             if not error < TOLERANCE:
                 raise AssertionError(f"{shape}: results differ by {error}")
             m, n, k = shape.gemm
-            tiling = configs.choose(m, n, k, device.core_count)
+            chosen = {"pallas": configs.choose(m, n, k, device.core_count)}
             for name, us in measure(compiled, operands, args.rounds).items():
+                tiling = (chosen | tilings).get(name)
                 row = {
                     **dataclasses.asdict(shape),
                     **dict(rows=m, columns=n, depth=k, variant=name),
                     "us": round(statistics.median(us), 2),
                     "spread_us": round(float(np.ptp(us)), 2),
-                    "tiling": dataclasses.asdict(tiling) if name == "pallas" else None,
+                    "tiling": tiling and dataclasses.asdict(tiling),
                     **dict(device=device.device_kind, commit=commit.strip()),
                 }
                 out.write(json.dumps(row) + "\n")

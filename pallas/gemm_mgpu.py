@@ -66,16 +66,22 @@ def cta(
         plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
         _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan)
 
-    @pl.when(wg < CONSUMERS)
-    def _():
+    def consume(group):
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
         store_piece = functools.partial(
             _store_piece, out_refs=out_refs, plan=plan, store=store
         )
         epilogue = functools.partial(
-            _store_tile, bias_ref, out_smem.at[wg], store_piece, plan
+            _store_tile, bias_ref, out_smem.at[group], store_piece, plan
         )
-        _consume(wg, a_smem, w_smem, full, empty, epilogue, plan)
+        _consume(group, a_smem, w_smem, full, empty, epilogue, plan)
+
+    if plan.config.split == "m":
+        pl.when(wg < CONSUMERS)(lambda: consume(wg))
+    else:
+        # Each warpgroup has columns of its own, and so code of its own.
+        for group in range(CONSUMERS):
+            pl.when(wg == group)(functools.partial(consume, group))
 
 
 def _for_each_tile(plan: Plan, body) -> None:
@@ -140,13 +146,18 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
         plgpu.barrier_wait(empty.at[slot])
 
 
-def _consume(wg, a_smem, w_smem, full, empty, epilogue, plan: Plan):
+def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
+    """Multiplies and stores the tiles of warpgroup ``group``.
+
+    It may be traced if all warpgroups have the same columns.
+    """
     config = plan.config
-    rows, columns = slice(None), slice(None)
+    rows, row = slice(None), 0
     if config.split == "m":
-        rows = pl.ds(wg * config.group_m, config.group_m)
-    else:
-        columns = pl.ds(wg * config.group_n, config.group_n)
+        row = group * config.group_m
+        rows = pl.ds(row, config.group_m)
+    column, stop = config.group_columns[0 if config.split == "m" else group]
+    columns = pl.ds(column, stop - column)
 
     # Every slot is empty at first.
     @pl.loop(0, config.stages)
@@ -155,7 +166,7 @@ def _consume(wg, a_smem, w_smem, full, empty, epilogue, plan: Plan):
 
     def tile(m, n, step):
         @functools.partial(
-            pl.run_scoped, acc=plgpu.ACC((config.group_m, config.group_n), jnp.float32)
+            pl.run_scoped, acc=plgpu.ACC((config.group_m, stop - column), jnp.float32)
         )
         def _(acc):
             def multiply(k):
@@ -180,10 +191,7 @@ def _consume(wg, a_smem, w_smem, full, empty, epilogue, plan: Plan):
             lax.fori_loop(1, plan.k_steps, one_step, None)
             plgpu.wgmma_wait(0)
             release(plan.k_steps - 1)
-            if config.split == "m":
-                epilogue(acc[...], m + wg * config.group_m, n)
-            else:
-                epilogue(acc[...], m, n + wg * config.group_n)
+            epilogue(acc[...], m + row, n + column)
 
     _for_each_tile(plan, tile)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

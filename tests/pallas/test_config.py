@@ -51,6 +51,7 @@ def test_segments_without_copies():
         ({"stages": 5}, r"5 stages of 128x256x64 need \d+ bytes .* has 232448"),
         ({"tile_m": 256}, "tile of 128x256 is no multiple .* at most 16384"),
         ({"tile_m": 64}, "tile of 32x256 is no multiple"),
+        ({"tile_n": 64, "split": "n"}, "tile of 128x0 is no multiple"),
         ({"tile_k": 16}, "tile_k=16 is no multiple of the swizzle's 64"),
     ],
 )
@@ -87,9 +88,62 @@ def test_every_choice_fits(m, w_transposed):
             assert reason is None
 
 
+@pytest.mark.parametrize(
+    ("tile_n", "columns"),
+    [(128, (64, 64)), (192, (128, 64)), (256, (128, 128)), (320, (192, 128))],
+)
+def test_warpgroups_share_the_columns(tile_n, columns):
+    """In multiples of 64, so that each has whole rows of the swizzle."""
+    config = GemmConfig(tile_m=64, tile_n=tile_n, split="n")
+    (first, middle), (second, stop) = config.group_columns
+    assert (first, middle, stop) == (0, second, tile_n)
+    assert (middle, stop - middle) == columns
+    whole = GemmConfig(tile_n=tile_n)
+    assert whole.group_columns == ((0, tile_n), (0, tile_n))
+
+
+@pytest.mark.parametrize("w_transposed", [False, True])
+def test_candidates_keep_the_widest_swizzle(w_transposed):
+    """Narrower boxes took a third more time."""
+    for config, *_ in configs.CANDIDATES:
+        a, out = matrix(5120), segments_of((40, 8, 8), 128, 4, copies=True)
+        swizzle = configs.swizzle_columns(
+            config, a, out[-1].stop, w_transposed=w_transposed
+        )
+        assert swizzle == configs.piece_columns(config, out) == 64
+        reason = configs.refusal(config, a, out, "bfloat16", w_transposed=w_transposed)
+        assert reason is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "tile"),
+    [
+        ((512, 2048, 2048), (64, 128)),
+        ((512, 3072, 6144), (64, 192)),
+        ((512, 5120, 5120), (64, 320)),
+        ((512, 4096, 4096), (128, 128)),
+        ((1024, 5120, 2880), (64, 320)),
+        ((1024, 9216, 4096), (128, 192)),
+        ((1024, 4096, 4096), (128, 256)),
+        ((65536, 7168, 5120), (128, 256)),
+    ],
+)
+def test_choice_is_the_fastest_that_was_measured(shape, tile):
+    config = configs.choose(*shape, 132)
+    assert (config.tile_m, config.tile_n) == tile
+
+
 def test_choice_fills_the_sms():
     """512x5120 has 80 tiles of 128x256: smaller ones keep all 132 SMs at work."""
     small = configs.choose(512, 5120, 5120, 132)
     tiles_m, tiles_n = small.tiles(512, 5120)
     assert 100 < tiles_m * tiles_n * small.cluster <= 132
-    assert configs.choose(65536, 7168, 5120, 132) == GemmConfig()
+
+
+def test_clusters_are_for_more_than_one_round():
+    """Both of 128x128: 128 tiles, and 640."""
+    one, five = (
+        configs.choose(m, n, 5120, 132) for m, n in [(512, 4096), (2048, 5120)]
+    )
+    assert (one.tile_n, one.cluster) == (128, 1)
+    assert (five.tile_n, five.cluster) == (128, 2)

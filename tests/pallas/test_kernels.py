@@ -14,6 +14,8 @@ import pytest
 
 SCRIPT = pathlib.Path(__file__).with_name("interpreted.py")
 SMALL = {"tile_m": 128, "tile_n": 128, "stages": 2}
+# The warpgroups divide the columns.
+HALF = {"tile_m": 64, "split": "n"}
 BASE = {
     "dataflow": "gemm_a2a",
     "rows": 128,
@@ -47,6 +49,44 @@ CASES = {
         "dataflow": "a2a_gemm",
         "rows": 72,
         "other": 352,
+    },
+    "64 rows, 128 columns": {
+        "config": HALF | {"tile_n": 128, "stages": 8},
+        "rows": 136,
+        "ranks": 4,
+        "dtype": "float16",
+    },
+    "64 rows, 192 columns, tails in rows, columns and depth": {
+        "config": HALF | {"tile_n": 192, "stages": 6},
+        "rows": 72,
+        "other": 80,
+        "head_dim": 80,
+    },
+    "64 rows, 320 columns": {
+        "config": HALF | {"tile_n": 320, "band": 32},
+        "rows": 72,
+        "sms": 3,
+    },
+    "64 rows, 320 columns, transposed weight": {
+        "config": HALF | {"tile_n": 320},
+        "rows": 200,
+        "other": 80,
+        "head_dim": 80,
+        "w_transposed": True,
+    },
+    "64 rows, gather": {
+        "config": HALF | {"tile_n": 320},
+        "dataflow": "a2a_gemm",
+        "rows": 72,
+        "other": 384,
+    },
+    "64 rows, gather, transposed weight, tails": {
+        "config": HALF | {"tile_n": 192},
+        "dataflow": "a2a_gemm",
+        "rows": 40,
+        "other": 208,
+        "head_dim": 96,
+        "w_transposed": True,
     },
     "gather": {"dataflow": "a2a_gemm"},
     "gather, transposed weight": {"dataflow": "a2a_gemm", "w_transposed": True},
