@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jax_ulysses as ju
+from jax_ulysses.pallas import config as configs
 from jax_ulysses.testing import abstract_gpu_mesh
 from tests.helpers.worlds import abstract
 from tests.pallas import gpu_programs as programs
@@ -50,6 +51,15 @@ def test_gradients(operator, zigzag):
         assert programs.kernels_of(text) == 2
         assert programs.exchanges_of(text) == 2 * segments
         assert text.count("stablehlo.dot_general") == 1
+
+
+@pytest.mark.parametrize("candidate", configs.CANDIDATES)
+def test_every_tiling(candidate, monkeypatch):
+    """Forward and backward: W as it lies, and its transpose."""
+    monkeypatch.setattr(configs, "choose", lambda *_: candidate[0])
+    for operator in ("qkv_proj_a2a", "a2a_out_proj"):
+        case = programs.case(operator, head_dim=128)
+        assert programs.kernels_of(programs.lower(case, gradients=True).as_text()) == 2
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
