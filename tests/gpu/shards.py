@@ -24,6 +24,11 @@ def run(mesh, function, in_specs, out_specs, *values, donate=()):
     return jax.block_until_ready(jax.jit(mapped, donate_argnums=donate)(*placed))
 
 
+def local_shards(array):
+    """What the ranks of this process have, as NumPy arrays."""
+    return [np.asarray(s.data) for s in array.addressable_shards]
+
+
 def local_parts(array, expected):
     """(what a rank of this process has, what it should have), for each of them."""
     expected = np.asarray(expected)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which tile a call gets and how many CTAs communicate: arithmetic on shapes, the same on every
-// rank, testable without a GPU. docs/kernels.md has the measurements behind the numbers.
+// rank, testable without a GPU. docs/measurements.md has what is behind the numbers.
 #ifndef JAX_ULYSSES_HEURISTICS_H_
 #define JAX_ULYSSES_HEURISTICS_H_
 
