@@ -2,7 +2,7 @@
 // Fused against pure and separate on rig B (all ranks in one launch): geometries, sequences and
 // numbers of ranks of jax_ulysses/data/shapes.json, each with the tile that the heuristic takes for
 // it. Medians, one JSON line a variant. Usage: fused_bench [rounds] [substring of the geometry]
-// [operator]
+// [operator, or both] [eager or graph]
 #include <cstring>
 
 #include "bench_util.cuh"
@@ -91,7 +91,7 @@ KernelEntry<Call> Choose(const Call& call, int32_t ctas) {
 }
 
 template <class Fixture>
-void Bench(const GeometryCase& c, int ranks, int sequence, int rounds) {
+void Bench(const GeometryCase& c, int ranks, int sequence, int rounds, bool graph) {
   using Call = typename Fixture::Call;
   const Shape s = ShapeOf(c, ranks, sequence, Fixture::kPush);
   const HeadExchange ex = s.Exchange();
@@ -107,6 +107,7 @@ void Bench(const GeometryCase& c, int ranks, int sequence, int rounds) {
   const SeparateExchange exchange(s, Fixture::kPush, 0),
       slow_exchange(s, Fixture::kPush, ns_per_byte);
   std::vector<std::unique_ptr<WorldLaunch<Call>>> launches;
+  std::vector<std::unique_ptr<CapturedRun>> graphs;
   std::vector<std::function<void()>> runs;
   for (const Variant& v : kVariants) {
     std::vector<Call> calls = f.Calls(0, v.communicate);
@@ -114,12 +115,18 @@ void Bench(const GeometryCase& c, int ranks, int sequence, int rounds) {
       if (v.throttled) call.hooks.ns_per_byte = static_cast<float>(ns_per_byte);
     }
     launches.push_back(std::make_unique<WorldLaunch<Call>>(entry, calls, plan));
-    runs.push_back([&, launch = launches.back().get(), v] {
+    auto enqueue = [&, launch = launches.back().get(), v](cudaStream_t stream) {
       const SeparateExchange& ex = v.throttled ? slow_exchange : exchange;
-      if (v.exchange && (Fixture::kPush || !v.gemm)) ex.Run(nullptr);
-      if (v.gemm) launch->Run(nullptr);
-      if (v.exchange && !Fixture::kPush && v.gemm) ex.Run(nullptr);
-    });
+      if (v.exchange && (Fixture::kPush || !v.gemm)) ex.Run(stream);
+      if (v.gemm) launch->Run(stream);
+      if (v.exchange && !Fixture::kPush && v.gemm) ex.Run(stream);
+    };
+    if (graph) {
+      graphs.push_back(std::make_unique<CapturedRun>(enqueue));
+      runs.push_back([captured = graphs.back().get()] { captured->Run(nullptr); });
+    } else {
+      runs.push_back([enqueue] { enqueue(nullptr); });
+    }
   }
   const std::vector<std::vector<float>> times = TimeInterleaved(runs, rounds);
   const double flops = 2.0 * ranks * static_cast<double>(rows * columns) * s.model;
@@ -130,11 +137,11 @@ void Bench(const GeometryCase& c, int ranks, int sequence, int rounds) {
         "{\"op\":\"%s\",\"geometry\":\"%s\",\"sequence\":%d,\"ranks\":%d,\"rows\":%d,"
         "\"columns\":%d,\"model\":%d,\"tile\":\"%dx%d\",\"w\":\"n\",\"variant\":\"%s\","
         "\"ctas\":%d,\"comm_ctas\":%d,\"us\":%.1f,\"us_p10\":%.1f,\"us_p90\":%.1f,"
-        "\"tflops\":%.0f,\"over_pure\":%.3f}\n",
+        "\"tflops\":%.0f,\"over_pure\":%.3f,\"mode\":\"%s\"}\n",
         Fixture::kPush ? "a2a_gemm" : "gemm_a2a", c.name, sequence, ranks, static_cast<int>(rows),
         static_cast<int>(columns), s.model, entry.tile_rows, entry.tile_columns, kVariants[i].name,
         plan.ctas, plan.comm_ctas, us, Percentile(times[i], 0.1), Percentile(times[i], 0.9),
-        flops / us * 1e-6, us / pure);
+        flops / us * 1e-6, us / pure, graph ? "graph" : "eager");
   }
   std::fflush(stdout);
 }
@@ -142,13 +149,16 @@ void Bench(const GeometryCase& c, int ranks, int sequence, int rounds) {
 int Main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 30;
   const std::string geometry = argc > 2 ? argv[2] : "";
-  const std::string op = argc > 3 ? argv[3] : "";
+  const std::string op = argc > 3 ? argv[3] : "both";
+  const bool graph = argc > 4 && std::string(argv[4]) == "graph";
   for (const GeometryCase& c : kGeometries) {
     if (std::string(c.name).find(geometry) == std::string::npos) continue;
     for (int sequence : kSequences) {
       for (int ranks : kRanks) {
-        if (op != "gemm_a2a") Bench<A2aGemmFixture<__nv_bfloat16>>(c, ranks, sequence, rounds);
-        if (op != "a2a_gemm") Bench<GemmA2aFixture<__nv_bfloat16>>(c, ranks, sequence, rounds);
+        if (op != "gemm_a2a")
+          Bench<A2aGemmFixture<__nv_bfloat16>>(c, ranks, sequence, rounds, graph);
+        if (op != "a2a_gemm")
+          Bench<GemmA2aFixture<__nv_bfloat16>>(c, ranks, sequence, rounds, graph);
       }
     }
   }
