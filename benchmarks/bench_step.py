@@ -7,6 +7,10 @@ AdamW) by every implementation, and by *no exchange*: XLA's step with every all-
 left out, so that the share of a step in which nothing but the exchange runs is its
 difference to the others. Its numbers are wrong on purpose.
 
+``--implementations "cuda unmarked"`` does without the mark that makes a fused call a
+collective for XLA, so that sums of gradients may run beside it. It can deadlock with
+them, until the deadline, unless ``--sm-budget`` leaves NCCL some multiprocessors.
+
 Writes one JSON object a line. ``modes`` says in which modes.
 """
 
@@ -22,6 +26,7 @@ from unittest import mock
 from modes import run_modes
 
 NO_EXCHANGE = "no exchange"
+UNMARKED = " unmarked"
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -37,6 +42,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--modes", default="graph,overlap")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--workspace-mib", type=int, default=4096)
+    parser.add_argument("--sm-budget", type=int, help="of each call (all)")
     parser.add_argument("--out", type=pathlib.Path, help="result file to append to")
     parser.add_argument("--commit", default="", help="noted in every row")
     parser.add_argument("--one-mode", help=argparse.SUPPRESS)
@@ -46,13 +52,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 @contextlib.contextmanager
 def tracing(implementation: str) -> Iterator[str]:
     """What a program traced in this block uses; yields what to ask for."""
+    import jax_ulysses as ju
     from jax_ulysses import reference
 
-    if implementation != NO_EXCHANGE:
+    if implementation == NO_EXCHANGE:
+        with mock.patch.object(reference, "_all_to_all", lambda ex, x: x):
+            yield "xla"
+    elif implementation.endswith(UNMARKED):
+        with ju.settings(collective_calls=False):
+            yield implementation.removesuffix(UNMARKED)
+    else:
         yield implementation
-        return
-    with mock.patch.object(reference, "_all_to_all", lambda ex, x: x):
-        yield "xla"
 
 
 def make_trainers(args: argparse.Namespace, geometry: str, sequence: int):
@@ -119,7 +129,10 @@ def measure_mode(args: argparse.Namespace) -> None:
 
     separate.register(args.native)
     devices = jax.devices()[: args.devices]
-    report = ju.initialize(make_mesh(1, args.devices), "cp", args.workspace_mib << 20)
+    mesh = make_mesh(1, args.devices)
+    report = ju.initialize(
+        mesh, "cp", args.workspace_mib << 20, sm_budget=args.sm_budget
+    )
     cases = [
         (geometry, sequence)
         for geometry in args.geometries.split(",")
@@ -142,6 +155,7 @@ def measure_mode(args: argparse.Namespace) -> None:
             "device": devices[0].device_kind,
             "jax": jax.__version__,
             "heap_mib": report.heap_bytes >> 20,
+            "sm_budget": args.sm_budget,
         }
         rows, steps = [], {}
         for name, trainer in by_name.items():
