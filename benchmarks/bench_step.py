@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps: ``python benchmarks/bench_step.py --help``.
 
-One process with P GPUs trains the first layers of a published model's geometry. Time
+One process with P GPUs, or the processes of ``python -m jax_ulysses.launch -n P
+[--one-gpu] benchmarks/bench_step.py``, of which the first one reports, train the first
+layers of a published model's geometry. Time
 and memory of a whole step (forward, backward with rematerialisation, sums of gradients,
 AdamW) by every implementation, and by *no exchange*: XLA's step with every all-to-all
 left out, so that the share of a step in which nothing but the exchange runs is its
@@ -10,6 +12,9 @@ difference to the others. Its numbers are wrong on purpose.
 ``--implementations "cuda unmarked"`` does without the mark that makes a fused call a
 collective for XLA, so that sums of gradients may run beside it. It can deadlock with
 them, until the deadline, unless ``--sm-budget`` leaves NCCL some multiprocessors.
+
+Where ranks share a GPU there is no ``xla``: NCCL refuses to work there. The heap then
+sums the gradients, in *no exchange* too.
 
 Writes one JSON object a line. ``modes`` says in which modes.
 """
@@ -32,7 +37,7 @@ UNMARKED = " unmarked"
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--devices", type=int, default=2, help="P")
+    parser.add_argument("--devices", type=int, default=2, help="P, ranks")
     parser.add_argument("--geometries", default="llama3_8b,qwen25_14b,gpt_oss_d64")
     parser.add_argument("--sequences", default="4096,16384,65536")
     parser.add_argument("--layers", type=int, default=2)
@@ -65,8 +70,11 @@ def tracing(implementation: str) -> Iterator[str]:
         yield implementation
 
 
-def make_trainers(args: argparse.Namespace, geometry: str, sequence: int):
-    """Yields (implementation, its traced trainer or why it refuses)."""
+def make_trainers(args: argparse.Namespace, geometry: str, sequence: int, shared: bool):
+    """Yields (implementation, its traced trainer or why it refuses).
+
+    ``shared``: whether ranks share a device.
+    """
     import dataclasses
 
     from jax_ulysses import TokenOrder
@@ -78,6 +86,9 @@ def make_trainers(args: argparse.Namespace, geometry: str, sequence: int):
     preset = get_preset(geometry)
     corpus = load_corpus(None, sequence)
     for name in [*args.implementations.split(","), NO_EXCHANGE]:
+        if shared and name == "xla":
+            yield name, "NCCL does not work where ranks share a GPU"
+            continue
         with tracing(name) as implementation:
             config = TrainConfig(
                 preset=geometry,
@@ -125,8 +136,10 @@ def measure_mode(args: argparse.Namespace) -> None:
     from timing import interleaved_us, summary
 
     import jax_ulysses as ju
+    from jax_ulysses.launch import join
     from jax_ulysses.models.placement import make_mesh
 
+    index, processes = join()
     separate.register(args.native)
     devices = jax.devices()[: args.devices]
     mesh = make_mesh(1, args.devices)
@@ -139,7 +152,8 @@ def measure_mode(args: argparse.Namespace) -> None:
         for sequence in map(int, args.sequences.split(","))
     ]
     for geometry, sequence in cases:
-        by_name = dict(make_trainers(args, geometry, sequence))
+        shared = report.ranks_per_device > 1
+        by_name = dict(make_trainers(args, geometry, sequence, shared))
         # XLA takes some seconds for each: beside each other, before anything is timed.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             traced = [t for t in by_name.values() if not isinstance(t, str)]
@@ -149,13 +163,15 @@ def measure_mode(args: argparse.Namespace) -> None:
             "geometry": geometry,
             "sequence": sequence,
             "devices": args.devices,
+            "processes": processes,
+            "ranks_per_device": report.ranks_per_device,
             "layers": args.layers,
             "attention": args.attention,
             "commit": args.commit,
             "device": devices[0].device_kind,
             "jax": jax.__version__,
             "heap_mib": report.heap_bytes >> 20,
-            "sm_budget": args.sm_budget,
+            "sm_budget": report.sm_budget,
         }
         rows, steps = [], {}
         for name, trainer in by_name.items():
@@ -170,6 +186,8 @@ def measure_mode(args: argparse.Namespace) -> None:
             if row["variant"] in times:
                 row |= summary(times[row["variant"]])
                 row["loss"] = round(float(steps[row["variant"]]()), 4)
+            if index:
+                continue
             line = json.dumps(about | row)
             print(line, flush=True)
             if args.out:

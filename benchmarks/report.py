@@ -16,7 +16,9 @@ import sys
 from typing import Any
 
 # What makes two rows comparable. Files of one rig lack the keys of the other.
-SHAPE = ("op", "geometry", "sequence", "ranks", "devices", "rows", "columns", "model")
+SHAPE = (
+    "op", "geometry", "sequence", "ranks", "devices", "rows", "columns", "model", "mode"
+)  # fmt: skip
 LINKS = {"free": "", "throttled": "-throttled"}
 # Means of parts of the rows, by sequence length.
 PARTS = {"S = 1024": (1024, 1024), "S >= 4096": (4096, math.inf)}
