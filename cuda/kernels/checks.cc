@@ -115,7 +115,8 @@ Status CheckCall(const GemmA2aCall& call, int32_t tile_rows, int32_t /*tile_colu
   if (!status.ok()) return status;
   const Geometry g = GeometryOf(call);
   // Flags do not depend on how tiles are put together.
-  const TileOrder order = TileOrder::Make(g, tile_rows, 1, 1);
+  const int32_t block_columns = BlockColumns(g, call.w_transposed);
+  const TileOrder order = TileOrder::Make(g, tile_rows, block_columns, block_columns, 1);
   status = CheckHeap(call.info.layout, call.exchange.num_ranks, SlotBytes(call), order.num_flags());
   if (!status.ok()) return status;
   if (!Aligned({call.x, call.w, call.out[0], call.out[1], call.out[2], call.out[3]})) {

@@ -74,7 +74,8 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
   FillRankCall(call, plan, p.call);
   const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
   p.args.geometry = g;
-  p.args.order = TileOrder::Make(g, C::kTileM, C::kBlocks, C::kCluster);
+  p.args.order =
+      TileOrder::Make(g, C::kTileM, C::kTileN, BlockColumns(g, C::kTransposed), C::kCluster);
   p.args.element_bytes = sizeof(Element);
   p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
   p.depth = static_cast<int32_t>(call.depth);

@@ -43,16 +43,19 @@ void TestGeometry(const HeadExchange& ex, int64_t batch) {
   }
 }
 
-void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile) {
+void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile,
+               int32_t block_columns) {
+  const int32_t parts = tile.blocks * kBlockColumns / block_columns;
   for (int rank = 0; rank < ex.num_ranks; ++rank) {
     const Geometry g = MakeGeometry(ex, rank, batch);
-    const TileOrder order = TileOrder::Make(g, tile.rows, tile.blocks, tile.blocks);
+    const TileOrder order =
+        TileOrder::Make(g, tile.rows, tile.blocks * kBlockColumns, block_columns, tile.blocks);
     std::set<std::tuple<int, int, int, int>> made;  // segment, block, row block, column block
     std::set<std::tuple<int, int>> raised;          // dest, flag
     int empty = 0;
     for (int32_t i = 0; i < order.num_units; ++i) {
       for (int32_t cta = 0; cta < tile.blocks; ++cta) {
-        for (int32_t part = 0; part < tile.blocks; ++part) {
+        for (int32_t part = 0; part < parts; ++part) {
           const TileOrder::Part first = order.At(g, i, 0, part);
           const TileOrder::Part p = order.At(g, i, cta, part);
           // CTAs of a cluster share the columns.
@@ -79,9 +82,22 @@ void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile) {
     // No more than what fills up the last row and the last column of units.
     const int columns = static_cast<int>(made.size()) / order.row_blocks;
     const int all =
-        static_cast<int>(RoundUp(order.row_blocks, tile.blocks) * RoundUp(columns, tile.blocks));
+        static_cast<int>(RoundUp(order.row_blocks, tile.blocks) * RoundUp(columns, parts));
     JU_CHECK(empty == all - static_cast<int>(made.size()));
   }
+}
+
+// Blocks are narrow where that pads less.
+void TestBlockColumns() {
+  auto columns = [](std::initializer_list<int64_t> heads, int64_t head_dim, bool transposed) {
+    return BlockColumns(MakeGeometry(Make(8, 512, heads, head_dim, false), 0, 1), transposed);
+  };
+  JU_CHECK(columns({64, 8, 8}, 64, false) == 64);  // 512, 64 and 64 columns a rank
+  JU_CHECK(columns({64, 8, 8}, 64, true) == 128);  // with w [N,K] it is as it is
+  JU_CHECK(columns({64, 16, 16}, 64, false) == 128);
+  JU_CHECK(columns({8, 8, 8}, 192, false) == 64);  // 3 * 64 instead of 2 * 128
+  JU_CHECK(columns({8, 8, 8}, 80, false) == 128);  // 2 * 64 are no less
+  JU_CHECK(columns({8, 8, 8}, 128, false) == 128);
 }
 
 // Units of the other operator: every tile once, the CTAs of a cluster one below the other.
@@ -193,6 +209,10 @@ void TestHeuristics() {
   JU_CHECK(NumUnits(make(300, 300, 2), kTileShapes[0]) == 2 * 3);  // of 3 x 6 blocks
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[0]) == 2 * 5);  // of 3 x 9
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 3 * 9);
+  TileProblem narrow = make(300, 64, 5);
+  narrow.block_columns = 64;
+  JU_CHECK(NumUnits(narrow, kTileShapes[0]) == 2 * 2);  // of 3 x 5 blocks, four a tile
+  JU_CHECK(NumUnits(narrow, kTileShapes[1]) == 3 * 3);
   JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 33 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
   JU_CHECK(DefaultCommCtas(GemmA2aCall(), 132) == 132);
   // Windows: eight units wide, at least a unit and at most kWindowRows high.
@@ -217,13 +237,18 @@ int main() {
                 Make(ranks, tokens, {16, 1, 1}, 80, zigzag),
                 Make(ranks, tokens, {16, 2, 8}, 96, zigzag)}) {
             TestGeometry(ex, batch);
-            for (const TileShape& tile : kTileShapes) TestTiles(ex, batch, tile);
+            for (const TileShape& tile : kTileShapes) {
+              for (int32_t block_columns : {kBlockColumns / 2, kBlockColumns}) {
+                TestTiles(ex, batch, tile, block_columns);
+              }
+            }
             TestPulls(ex, batch);
           }
         }
       }
     }
   }
+  TestBlockColumns();
   TestOutputTiles();
   TestPushShares();
   TestHeuristics();

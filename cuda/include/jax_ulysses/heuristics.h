@@ -6,6 +6,7 @@
 
 #include "jax_ulysses/exchange/geometry.h"
 #include "jax_ulysses/exchange/push.h"
+#include "jax_ulysses/exchange/tile_order.h"
 #include "jax_ulysses/launch.h"
 
 namespace jax_ulysses {
@@ -26,22 +27,25 @@ inline constexpr TileShape kTileShapes[] = {
     {TilePolicy::k64x128, 64, 1, 0.6},
 };
 
-// What a GEMM looks like to the tile choice: `blocks[i]` column blocks of `columns[i]` columns.
+// What a GEMM looks like to the tile choice: `blocks[i]` column blocks of `columns[i]` columns,
+// each padded to a multiple of `block_columns`.
 struct TileProblem {
   int64_t rows = 0;
+  int32_t block_columns = kBlockColumns;
   int num_kinds = 0;
   int64_t columns[kMaxFusedSegments] = {};
   int64_t blocks[kMaxFusedSegments] = {};
 };
 
-// What clusters make: tiles one above the other. The column blocks of a row may be paired as they
-// come, across the problem's blocks.
+// What clusters make: tiles one above the other. The column blocks of a row are put together as
+// they come, across the problem's blocks.
 inline int64_t NumUnits(const TileProblem& problem, const TileShape& tile) {
   int64_t columns = 0;
   for (int i = 0; i < problem.num_kinds; ++i) {
-    columns += problem.blocks[i] * CeilDiv(problem.columns[i], kBlockColumns);
+    columns += problem.blocks[i] * CeilDiv(problem.columns[i], problem.block_columns);
   }
-  return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.blocks) * CeilDiv(columns, tile.blocks);
+  return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.blocks) *
+         CeilDiv(columns * problem.block_columns, tile.blocks * kBlockColumns);
 }
 
 // Time in units of one CTA and 128 rows of one column block: whole waves of whole units.
@@ -70,6 +74,7 @@ inline TileProblem ProblemOf(const GemmA2aCall& call) {
   const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
   TileProblem problem;
   problem.rows = g.rows;
+  problem.block_columns = BlockColumns(g, call.w_transposed);
   problem.num_kinds = g.num_segments;
   for (int seg = 0; seg < g.num_segments; ++seg) {
     problem.columns[seg] = g.columns[seg];

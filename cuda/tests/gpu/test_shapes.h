@@ -21,6 +21,7 @@ inline std::vector<Shape> GemmA2aShapes() {
     add(p, 2, 256, {16, 8, 8}, 128, 512, false, true);  // bias, tiles follow runs
     add(p, 2, 256, {16, 8, 8}, 64, 512, true, true);    // zigzag, tiles follow runs
     add(p, 1, 1000, {8, 8}, 80, 264, true, true);       // zigzag, tails everywhere
+    add(p, 1, 512, {8, 8, 8}, 64, 512, false, true);    // P = 8: tiles of three destinations
     add(p, 2, 130, {8, 8, 8}, 96, 200, false, true);    // rows straddle batches
     add(p, 3, 6, {16}, 64, 64, true);                   // tiny
     add(p, 1, 1, {8}, 128, 128);                        // one token

@@ -19,7 +19,8 @@ inline constexpr int32_t kPieceRows = 16;
 // cache, and the sender is never far from what the GEMM waits for.
 inline constexpr int32_t kWindowRows = 512;
 
-// Columns that are stored, and announced, at a time.
+// Columns that are stored, and announced, at a time: what each CTA of a cluster loads of w. Where
+// that pads less, half of them (BlockColumns).
 inline constexpr int32_t kBlockColumns = 128;
 
 // Rows that lie side by side in a head shard.

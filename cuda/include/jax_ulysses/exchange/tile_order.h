@@ -8,16 +8,30 @@
 
 namespace jax_ulysses {
 
+// Columns of the blocks that tiles are made of. A block is padded to them: those of 64 waste less
+// if a rank has one KV head of 64, say. With w [N,K] a TMA box is as wide as what a CTA loads, so
+// there is no choice.
+JU_HD constexpr int32_t BlockColumns(const Geometry& g, bool w_transposed) {
+  constexpr int32_t kHalf = kBlockColumns / 2;
+  for (int seg = 0; seg < g.num_segments; ++seg) {
+    const int32_t rest = g.columns[seg] % kBlockColumns;
+    if (!w_transposed && rest > 0 && rest <= kHalf) return kHalf;
+  }
+  return kBlockColumns;
+}
+
 // Rank r makes the blocks of r+1, r+2, ..., its own last. Within a destination: windows of rows;
 // in a window column blocks of all segments; in a column block the row blocks of the window.
 //
-// A tile has one or two column blocks. Those of a rank are numbered through, over all destinations,
-// so that a destination with an odd number of them ends in a tile that it shares with the next one.
+// A tile has one, two or four column blocks. Those of a rank are numbered through, over all
+// destinations, so that the last tile of a destination may be shared with the next ones.
 // A unit is what a cluster makes at a time: tiles of the same columns, one above the other. What
 // has no rows or columns left is empty.
 struct TileOrder {
   int32_t tile_rows;
+  int32_t block_columns;
   int32_t tile_blocks;
+  int32_t tile_shift;  // log2 of tile_blocks
   int32_t cluster_rows;
   int32_t row_blocks;
   int32_t row_units;
@@ -39,17 +53,19 @@ struct TileOrder {
     bool empty;
   };
 
-  JU_HD static constexpr TileOrder Make(const Geometry& g, int32_t tile_rows, int32_t tile_blocks,
-                                        int32_t cluster_rows) {
+  JU_HD static constexpr TileOrder Make(const Geometry& g, int32_t tile_rows, int32_t tile_columns,
+                                        int32_t block_columns, int32_t cluster_rows) {
     TileOrder order{};
     order.tile_rows = tile_rows;
-    order.tile_blocks = tile_blocks;
+    order.block_columns = block_columns;
+    order.tile_blocks = tile_columns / block_columns;
+    while (1 << order.tile_shift < order.tile_blocks) ++order.tile_shift;
     order.cluster_rows = cluster_rows;
     order.row_blocks = static_cast<int32_t>(CeilDiv(g.rows, tile_rows));
     order.row_units = static_cast<int32_t>(CeilDiv(order.row_blocks, cluster_rows));
     int32_t columns = 0;
     for (int seg = 0; seg < g.num_segments; ++seg) {
-      order.col_blocks[seg] = static_cast<int32_t>(CeilDiv(g.columns[seg], kBlockColumns));
+      order.col_blocks[seg] = static_cast<int32_t>(CeilDiv(g.columns[seg], block_columns));
       order.all_col_blocks += order.col_blocks[seg];
       columns += order.col_blocks[seg] * g.num_blocks(seg);
       for (int32_t step = 0; step < g.num_ranks; ++step) {
@@ -131,9 +147,7 @@ struct TileOrder {
     return static_cast<int32_t>(steps[step] & ((1u << kSegmentBit) - 1));
   }
   // Tiles in a row that begin before column block `end`.
-  JU_HD constexpr int32_t Units(int32_t end) const {
-    return (end + tile_blocks - 1) >> (tile_blocks - 1);  // of 1 or 2: no division
-  }
+  JU_HD constexpr int32_t Units(int32_t end) const { return (end + tile_blocks - 1) >> tile_shift; }
 };
 
 }  // namespace jax_ulysses

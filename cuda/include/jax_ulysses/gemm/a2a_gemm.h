@@ -82,15 +82,14 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       const int32_t row = tile.row_block * C::kTileM;
       auto store = [&](auto block) {
         const int32_t column = tile.col_block * C::kTileN + block.value * kBlockColumns;
-        StoreBlock<block.value>(
+        StoreColumns<block.value * kBlockColumns, kBlockColumns>(
             accumulator,
             TileOutput<typename C::Element>{p.output + int64_t{row} * p.width + column,
                                             p.bias == nullptr ? nullptr : p.bias + column, p.width,
                                             g.rows - row, p.width - column},
             Consumer<C>::thread());
       };
-      store(cute::_0{});
-      if constexpr (C::kBlocks == 2) store(cute::_1{});
+      cute::for_each(cute::make_int_sequence<C::kTileN / kBlockColumns>{}, store);
     }
   } else {
     // First, because the consumers wait for these registers.
@@ -118,9 +117,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       for (int32_t i = first_unit; i < num_units; i += unit_stride) {
         const OutputTiles::Tile tile = tiles.At(i, in_cluster);
         const int32_t row = tile.row_block * C::kTileM;
-        int32_t columns_of_w[C::kBlocks];
-#pragma unroll
-        for (int32_t& column : columns_of_w) column = tile.col_block * C::kTileN;
+        const int32_t columns_of_w[1] = {tile.col_block * C::kTileN};
         for (int32_t step = 0; step < g.num_ranks; ++step) {
           int32_t source = g.rank + step;
           if (source >= g.num_ranks) source -= g.num_ranks;

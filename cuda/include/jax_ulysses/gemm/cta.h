@@ -36,15 +36,17 @@ template <class Element_, bool kTransposed_, class TileShape_, bool kTest_>
 struct GemmConfig {
   using Element = Element_;
   using TileShape = TileShape_;
-  // Blocks of columns of a tile, and CTAs of a cluster: each loads one block.
-  static constexpr int kBlocks = cute::size<1>(TileShape{}) / kBlockColumns;
-  static constexpr int kCluster = kBlocks;
+  // CTAs of a cluster: each loads kBlockColumns of the columns of w.
+  static constexpr int kCluster = cute::size<1>(TileShape{}) / kBlockColumns;
   using ClusterShape = cute::Shape<cute::Int<kCluster>, cute::_1, cute::_1>;
   static constexpr bool kTransposed = kTransposed_;
   static constexpr bool kTest = kTest_;
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileN = cute::size<1>(TileShape{});
   static constexpr int kTileK = cute::size<2>(TileShape{});
+  // Columns of a tile that may come from anywhere in w, and go anywhere: those of a TMA box.
+  static constexpr int kPartColumns = kTransposed ? kBlockColumns : kBlockColumns / 2;
+  static constexpr int kParts = kTileN / kPartColumns;
   static constexpr int kAlignment = 16 / sizeof(Element);  // TMA: 16 bytes
 
   static constexpr int kConsumerWarps = kTileM / 16;
@@ -70,12 +72,12 @@ struct GemmConfig {
                           cutlass::gemm::KernelTmaWarpSpecialized>>::CollectiveOp;
   static_assert(cute::size(typename Mainloop::TiledMma{}) == kConsumers);
 
-  using Plan = TilePlan<Element, kBlocks>;  // gemm_a2a
+  using Plan = TilePlan<Element, kParts>;  // gemm_a2a
 
   struct Shared {
     alignas(1024) typename Mainloop::TensorStorage tensors;
+    typename Ring::Storage ring;  // here, where its alignment leaves no hole
     alignas(16) typename Mainloop::PipelineStorage pipeline;
-    typename Ring::Storage ring;
     alignas(16) HandOffStorage<Plan> plans;
     HandOffStorage<int32_t> hand_off;
     SharedCredit credit;
@@ -174,11 +176,12 @@ class Producer {
         state_(cutlass::make_producer_start_state<Pipeline>()) {}
 
   // Whole warp. Loads `k_tiles` tiles from (row, 0) of block `block` of A and from row `depth` of
-  // w. `params` holds the tensor maps of both. columns[i] is where the i-th block of columns
-  // begins, less what lies before it in the tile (i * kBlockColumns). This is CUTLASS's load,
-  // except that the blocks may come from different places.
+  // w. `params` holds the tensor maps of both. columns[i] is where the i-th part of the columns
+  // of the tile begins, less what lies before it in the tile: one, or C::kParts of them. This is
+  // CUTLASS's load, except that the parts may come from different places.
+  template <int kParts>
   JU_D void Load(const typename Mainloop::Params& params, const OperandA& a, const OperandB& b,
-                 int32_t row, int32_t block, int32_t depth, const int32_t (&columns)[C::kBlocks],
+                 int32_t row, int32_t block, int32_t depth, const int32_t (&columns)[kParts],
                  int32_t k_tiles) {
     if (cute::elect_one_sync()) LoadByLane(params, a, b, row, block, depth, columns, k_tiles);
     state_.advance(k_tiles);
@@ -188,9 +191,11 @@ class Producer {
   JU_D void Tail() { mainloop_.load_tail(pipeline_, state_); }
 
  private:
+  template <int kParts>
   JU_D void LoadByLane(const typename Mainloop::Params& params, const OperandA& a,
                        const OperandB& b, int32_t row, int32_t block, int32_t depth,
-                       const int32_t (&columns)[C::kBlocks], int32_t k_tiles) {
+                       const int32_t (&columns)[kParts], int32_t k_tiles) {
+    static_assert(kParts == 1 || kParts == C::kParts);
     using namespace cute;
     using X = Underscore;
     const uint32_t cta = C::kCluster == 1 ? 0 : block_rank_in_cluster();
@@ -212,13 +217,11 @@ class Producer {
     Tensor from_a = slice_a.partition_S(gA);  // (TMA, TMA_M, TMA_K, k)
     Tensor to_a = slice_a.partition_D(sA);    // (TMA, TMA_M, TMA_K, stage)
     Tensor to_b = slice_b.partition_D(sB);    // (TMA, TMA_N, TMA_K, stage)
-    // Each CTA loads half of B for both. With w [N,K] that is one block of columns, with w [K,N]
-    // half of the depth of both.
-    constexpr bool kOneBlock = C::kTransposed || C::kBlocks == 1;
+    // Each CTA loads half of B for both. With w [N,K] that is half of the columns, with w [K,N]
+    // half of the depth of all of them.
     constexpr int kBoxes = size<0, 1>(to_b);  // that follow one another along the columns
-    static_assert(kOneBlock || kBoxes % C::kBlocks == 0);
-    Tensor from_b = slice_b.partition_S(columns_from(columns[kOneBlock ? cta : 0]));
-    Tensor from_b_last = slice_b.partition_S(columns_from(columns[kOneBlock ? cta : 1]));
+    const int32_t column = columns[C::kTransposed && kParts > 1 ? cta : 0];
+    Tensor from_b = slice_b.partition_S(columns_from(column));
     const uint16_t all = static_cast<uint16_t>((1u << C::kCluster) - 1);
     auto state = state_;
     CUTLASS_PRAGMA_NO_UNROLL
@@ -227,18 +230,15 @@ class Producer {
       auto* barrier = pipeline_.producer_get_barrier(state);
       const int stage = state.index();
       copy(params.tma_load_a.with(*barrier, 0), from_a(_, _, _, k), to_a(_, _, _, stage));
-      if constexpr (kOneBlock) {
+      if constexpr (C::kTransposed || kParts == 1) {
         copy(params.tma_load_b.with(*barrier, all), from_b(_, _, _, k), to_b(_, _, _, stage));
       } else {
+        static_assert(kBoxes % kParts == 0);
         CUTLASS_PRAGMA_UNROLL
         for (int box = 0; box < kBoxes; ++box) {
-          if (box < kBoxes / C::kBlocks) {
-            copy(params.tma_load_b.with(*barrier, all), from_b(make_coord(_, box), _, _, k),
-                 to_b(make_coord(_, box), _, _, stage));
-          } else {
-            copy(params.tma_load_b.with(*barrier, all), from_b_last(make_coord(_, box), _, _, k),
-                 to_b(make_coord(_, box), _, _, stage));
-          }
+          Tensor from_part = slice_b.partition_S(columns_from(columns[box * kParts / kBoxes]));
+          copy(params.tma_load_b.with(*barrier, all), from_part(make_coord(_, box), _, _, k),
+               to_b(make_coord(_, box), _, _, stage));
         }
       }
       ++state;

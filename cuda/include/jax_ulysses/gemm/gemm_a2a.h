@@ -45,7 +45,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     // The slot, which depends on the epoch, is looked up again: once a tile, ahead of all others.
     const int64_t index = call.communicate ? Protocol(call.info).slot_index() : 0;
     char* const slot = call.info.peers.heap[g.rank] + call.info.layout.slot(index);
-    PlanTile(plan, pull, slot, p.bias, unit, cta % C::kCluster);
+    PlanTile<C::kPartColumns>(plan, pull, slot, unit, cta % C::kCluster);
   };
   if (role == WarpRole::kWatcher && first_unit < order.num_units) {
     // The first plan beside what BeginRank waits for.
@@ -88,14 +88,16 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       };
       give(first);
       if (first) TestHooks::Sleep(call.hooks.epilogue_delay_ns);
-      auto store = [&](auto block) {
-        const auto& part = plan.blocks[block.value];
-        const TileOutput<typename C::Element> output = part.output;
-        if (output.rows <= 0 || (part.owners > 0 && !credit)) return;
-        StoreBlock<block.value>(accumulator, output, thread);
-      };
-      store(cute::_0{});
-      if constexpr (C::kBlocks == 2) store(cute::_1{});
+      cute::for_each(cute::make_int_sequence<C::kParts>{}, [&](auto i) {
+        constexpr int kBegin = i.value * C::kPartColumns;
+        const auto& part = plan.parts[i.value];
+        if (part.rows == 0 || (part.owners > 0 && !credit)) return;
+        const auto* bias = p.bias == nullptr ? nullptr : p.bias + part.column_of_w + kBegin;
+        StoreColumns<kBegin, C::kPartColumns>(
+            accumulator,
+            TileOutput<typename C::Element>{part.data, bias, part.pitch, part.rows, part.columns},
+            thread);
+      });
       plans.TakeDone();
       give(!first);
     }
@@ -105,10 +107,10 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       Producer<C> producer(pipeline, shared);
       for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {
         const typename C::Plan& plan = plans.Take();
-        const int32_t row = plan.blocks[0].row;
-        int32_t columns[C::kBlocks];
+        const int32_t row = plan.parts[0].row;
+        int32_t columns[C::kParts];
 #pragma unroll
-        for (int b = 0; b < C::kBlocks; ++b) columns[b] = plan.blocks[b].column_of_w;
+        for (int i = 0; i < C::kParts; ++i) columns[i] = plan.parts[i].column_of_w;
         plans.TakeDone();
         producer.Load(p.operands, {g.rows, p.depth, 1}, {p.depth, g.fused_columns}, row, 0, 0,
                       columns, k_tiles);
@@ -140,12 +142,12 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {
         const typename C::Plan& plan = plans.Take();
         const bool stored = hand_off.Take() != kNoSignal;
-        // Edge "tile": released to every owner of the block, system scope. Lanes are shared out
-        // between the blocks: a release takes as long for all flags as for one.
-        constexpr int kLanes = 32 / C::kBlocks;
+        // Edge "tile": released to every owner of a block, system scope. Lanes are shared out
+        // between the parts: a release takes as long for all flags as for one.
+        constexpr int kLanes = 32 / C::kParts;
         const int lane = static_cast<int>(threadIdx.x % 32);
-        const auto& part = plan.blocks[lane / kLanes];
-        const int32_t owners = stored ? part.owners : 0;
+        const auto& part = plan.parts[lane / kLanes];
+        const int32_t owners = stored && part.flag != kNoFlag ? part.owners : 0;
         for (int32_t j = lane % kLanes; j < owners; j += kLanes) {
           protocol.PublishTile(part.first_owner + j, part.flag);
         }

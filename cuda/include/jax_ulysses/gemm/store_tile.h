@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue: accumulator + bias in fp32, one rounding, and stores from registers. It needs no
-// shared memory, which the communication ring gets instead, no barrier, and the halves of a tile
+// shared memory, which the communication ring gets instead, no barrier, and the columns of a tile
 // may go to different places.
 //
 // The accumulators of a quad of lanes hold, of one row, two neighbours in each of four groups of 8
@@ -16,14 +16,14 @@
 
 namespace jax_ulysses {
 
-// Where the rows of a tile go, from its first row and the first column of a block on.
+// Where the rows of a tile go, from its first row and some column on.
 template <class Element>
 struct TileOutput {
   Element* data;
   const Element* bias;  // of the first column, or null
   int32_t pitch;        // elements from row to row
   int32_t rows;         // that exist from here on
-  int32_t columns;      // a multiple of 8
+  int32_t columns;      // likewise; a multiple of 8
 };
 
 // out[k] of lane q of a quad = in[q] of lane k.
@@ -42,16 +42,17 @@ JU_D void TransposeQuad(uint32_t (&v)[4]) {
   }
 }
 
-// Stores block kBlock of the columns of a tile. `thread` counts through the consumers as the MMA
-// does, so that warp w has rows [16 w, 16 w + 16). Whole warps.
-template <int kBlock, class Element, class Accumulator>
-JU_D void StoreBlock(const Accumulator& accumulator, const TileOutput<Element>& out, int thread) {
+// Stores columns [kBegin, kBegin + kColumns) of a tile. `thread` counts through the consumers as
+// the MMA does, so that warp w has rows [16 w, 16 w + 16). Whole warps.
+template <int kBegin, int kColumns, class Element, class Accumulator>
+JU_D void StoreColumns(const Accumulator& accumulator, const TileOutput<Element>& out, int thread) {
+  static_assert(kColumns % 32 == 0);
   const int quad_lane = thread % 4;
   const int32_t first_row = thread / 32 * 16 + thread % 32 / 4;
   Element* const data = out.data + static_cast<int64_t>(first_row) * out.pitch + quad_lane * 8;
   cutlass::NumericArrayConverter<Element, float, 2> convert;
 #pragma unroll
-  for (int group = 0; group < kBlockColumns / 32; ++group) {
+  for (int group = 0; group < kColumns / 32; ++group) {
     float bias[4][2] = {};
     if (out.bias != nullptr) {
 #pragma unroll
@@ -69,7 +70,7 @@ JU_D void StoreBlock(const Accumulator& accumulator, const TileOutput<Element>& 
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         // In groups of 8 columns: 2 columns of a row, then the same 8 rows below.
-        const int at = (kBlock * kBlockColumns / 8 + group * 4 + j) * 4 + half * 2;
+        const int at = (kBegin / 8 + group * 4 + j) * 4 + half * 2;
         cutlass::Array<float, 2> sum;
         sum[0] = accumulator(at) + bias[j][0];
         sum[1] = accumulator(at + 1) + bias[j][1];
