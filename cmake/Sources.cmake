@@ -60,6 +60,7 @@ set(JAX_ULYSSES_TESTS
     call_order_test
     exchange_order_test
     head_exchange_test
+    heuristics_test
     kernel_orders_test
     negative_controls_test
     numeric_test

@@ -2,7 +2,11 @@
 // Fused against pure and separate on rig B (all ranks in one launch): geometries, sequences and
 // numbers of ranks of jax_ulysses/data/shapes.json, each with the tile that the heuristic takes for
 // it. Medians, one JSON line a variant. Usage: fused_bench [rounds] [substring of the geometry]
-// [operator, or both] [eager or graph]
+// [operator, or both] [eager or graph] [forward or backward]
+//
+// Backward is what carries cotangents of activations: of the projection of queries, keys and
+// values, all-to-all -> GEMM with the gathered cotangent as a second result; of the output
+// projection, GEMM -> all-to-all. The weight is read as it lies there, [N,K].
 #include <cstring>
 
 #include "bench_util.cuh"
@@ -48,6 +52,7 @@ class SeparateExchange {
       ExchangeCall& call = calls[static_cast<size_t>(r)];
       call.info = heaps_.Info(r, gather ? Operator::kGather : Operator::kScatter, 9, 5000000000ull);
       call.gather = gather;
+      if (gather) call.sum_replicas = SumType::kBf16;
       call.hooks.ns_per_byte = static_cast<float>(ns_per_byte);
       call.hooks.link = reinterpret_cast<unsigned long long*>(link_.get()) + r;
       for (size_t seg = 0; seg < shape.heads.size(); ++seg) {
@@ -77,13 +82,14 @@ class SeparateExchange {
   std::vector<WorldLaunch<ExchangeCall>> launch_;
 };
 
-// The kernel that the heuristic takes, of those with w [K,N].
+// The kernel that the heuristic takes, of those with w [K,N] or, if `transposed`, [N,K].
 template <class Call>
-KernelEntry<Call> Choose(const Call& call, int32_t ctas) {
+KernelEntry<Call> Choose(Call call, bool transposed, int32_t ctas) {
+  call.w_transposed = transposed;
   const auto entries = TestEntries<Call>();
   auto find = [&](TilePolicy policy) -> const KernelEntry<Call>* {
     for (const auto& e : entries) {
-      if (e.tile == policy && e.type == ElementType::kBf16 && !e.transposed) return &e;
+      if (e.tile == policy && e.type == ElementType::kBf16 && e.transposed == transposed) return &e;
     }
     return nullptr;
   };
@@ -91,9 +97,10 @@ KernelEntry<Call> Choose(const Call& call, int32_t ctas) {
 }
 
 template <class Fixture>
-void Bench(const GeometryCase& c, int ranks, int sequence, int rounds, bool graph) {
+void Bench(const GeometryCase& c, int ranks, int sequence, int rounds, bool graph, bool backward) {
   using Call = typename Fixture::Call;
-  const Shape s = ShapeOf(c, ranks, sequence, Fixture::kPush);
+  Shape s = ShapeOf(c, ranks, sequence, Fixture::kPush != backward);
+  s.gathered = backward && Fixture::kPush;
   const HeadExchange ex = s.Exchange();
   if (ex.Check() != LayoutError::kNone) return;
   const int64_t rows = s.rows(), columns = ex.fused_columns();
@@ -101,7 +108,7 @@ void Bench(const GeometryCase& c, int ranks, int sequence, int rounds, bool grap
   const LaunchPlan plan = PlanFor(ranks, Fixture::kPush);
   Call probe = Fixture::Probe(s);
   if constexpr (Fixture::kPush) probe.width = s.model;
-  const KernelEntry<Call> entry = Choose(probe, plan.ctas);
+  const KernelEntry<Call> entry = Choose(probe, backward, plan.ctas);
   Fixture f(s, entry);
   const double ns_per_byte = NumSms() / (kLinkGbps * plan.ctas);
   const SeparateExchange exchange(s, Fixture::kPush, 0),
@@ -135,13 +142,14 @@ void Bench(const GeometryCase& c, int ranks, int sequence, int rounds, bool grap
     const double us = Percentile(times[i], 0.5);
     std::printf(
         "{\"op\":\"%s\",\"geometry\":\"%s\",\"sequence\":%d,\"ranks\":%d,\"rows\":%d,"
-        "\"columns\":%d,\"model\":%d,\"tile\":\"%dx%d\",\"w\":\"n\",\"variant\":\"%s\","
+        "\"columns\":%d,\"model\":%d,\"tile\":\"%dx%d\",\"w\":\"%s\",\"variant\":\"%s\","
         "\"ctas\":%d,\"comm_ctas\":%d,\"us\":%.1f,\"us_p10\":%.1f,\"us_p90\":%.1f,"
         "\"tflops\":%.0f,\"over_pure\":%.3f,\"mode\":\"%s\"}\n",
         Fixture::kPush ? "a2a_gemm" : "gemm_a2a", c.name, sequence, ranks, static_cast<int>(rows),
-        static_cast<int>(columns), s.model, entry.tile_rows, entry.tile_columns, kVariants[i].name,
-        plan.ctas, plan.comm_ctas, us, Percentile(times[i], 0.1), Percentile(times[i], 0.9),
-        flops / us * 1e-6, us / pure, graph ? "graph" : "eager");
+        static_cast<int>(columns), s.model, entry.tile_rows, entry.tile_columns,
+        backward ? "t" : "n", kVariants[i].name, plan.ctas, plan.comm_ctas, us,
+        Percentile(times[i], 0.1), Percentile(times[i], 0.9), flops / us * 1e-6, us / pure,
+        graph ? "graph" : "eager");
   }
   std::fflush(stdout);
 }
@@ -151,14 +159,15 @@ int Main(int argc, char** argv) {
   const std::string geometry = argc > 2 ? argv[2] : "";
   const std::string op = argc > 3 ? argv[3] : "both";
   const bool graph = argc > 4 && std::string(argv[4]) == "graph";
+  const bool backward = argc > 5 && std::string(argv[5]) == "backward";
   for (const GeometryCase& c : kGeometries) {
     if (std::string(c.name).find(geometry) == std::string::npos) continue;
     for (int sequence : kSequences) {
       for (int ranks : kRanks) {
         if (op != "gemm_a2a")
-          Bench<A2aGemmFixture<__nv_bfloat16>>(c, ranks, sequence, rounds, graph);
+          Bench<A2aGemmFixture<__nv_bfloat16>>(c, ranks, sequence, rounds, graph, backward);
         if (op != "a2a_gemm")
-          Bench<GemmA2aFixture<__nv_bfloat16>>(c, ranks, sequence, rounds, graph);
+          Bench<GemmA2aFixture<__nv_bfloat16>>(c, ranks, sequence, rounds, graph, backward);
       }
     }
   }
