@@ -45,3 +45,11 @@ def test_ratios_and_their_means(report, tmp_path):
     assert "| a2a_gemm | P=2 | 1x4x8 | t |  | 10 | free | 2.000 | 2.000 |" in text
     assert "- a2a_gemm, free, fused / pure: 4.000 (2 rows)" in text
     assert "throttled" not in text
+
+    # Other modes are other measurements.
+    for mode, factor in (("eager", 1), ("graph", 2)):
+        rows += [r | {"mode": mode, "us": factor * r["us"]} for r in rows[:4]]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    text = "\n".join(report.table(report.load(path)))
+    assert text.count("| t |  | 10 | free | 2.000 | 2.000 |") == 2
+    assert text.count("| t |  | 20 | free | 2.000 | 2.000 |") == 1
