@@ -8,21 +8,19 @@ two of them. Writes one JSON object a line: medians.
 """
 
 import argparse
-import json
 import pathlib
-import random
 import statistics
 
 import jax
 import jax.numpy as jnp
 from bench_operators import shapes
-from bench_pallas import kernel_times
+from bench_pallas import measure
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from operator_cases import HEADS, SEQUENCE
+from timing import emit
 
 import jax_ulysses as ju
-
-SEQUENCE, HEADS = P(None, "cp"), P(None, None, "cp")
 
 
 def calls_of(
@@ -74,20 +72,6 @@ def calls_of(
     }
 
 
-def measure(calls: dict[str, tuple], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of every call in each round."""
-    for *_, call in calls.values():
-        jax.block_until_ready(call())
-    order = [n for _ in range(rounds) for n in random.sample(list(calls), len(calls))]
-    times = kernel_times([calls[name][-1] for name in order])
-    if len(times) != len(order):
-        raise RuntimeError(f"{len(order)} calls launched {len(times)} kernels")
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for name, (_, ms) in zip(order, times):
-        found[name].append(1000 * ms)
-    return found
-
-
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -103,18 +87,15 @@ def main() -> None:
     for geometry in args.geometries.split(","):
         for rows in map(int, args.rows.split(",")):
             calls = calls_of(mesh, shapes()[geometry], rows)
-            for name, us in measure(calls, args.rounds).items():
+            functions = {name: call for name, (*_, call) in calls.items()}
+            for name, us in measure(functions, (), args.rounds).items():
                 op, n, k, variant, _ = calls[name]
                 row = {
                     **dict(op=op, geometry=geometry, devices=1, rows=rows, n=n, k=k),
                     **dict(variant=variant, us=round(statistics.median(us), 1)),
                     **dict(commit=args.commit, device=device.device_kind),
                 }
-                line = json.dumps(row)
-                print(line, flush=True)
-                if args.out:
-                    with args.out.open("a") as out:
-                        out.write(line + "\n")
+                emit(row, args.out)
     ju.finalize()
 
 

@@ -51,6 +51,7 @@ def measure_mode(args: argparse.Namespace) -> None:
     """All cases in this process, whose XLA flags are set."""
     import jax
     from operator_cases import Case
+    from timing import emit
 
     import jax_ulysses as ju
 
@@ -75,11 +76,7 @@ def measure_mode(args: argparse.Namespace) -> None:
                     "jax": jax.__version__,
                 }
                 for row in case.measure(operator, args.rounds):
-                    line = json.dumps(about | row)
-                    print(line, flush=True)
-                    if args.out:
-                        with args.out.open("a") as out:
-                            out.write(line + "\n")
+                    emit(about | row, args.out)
     ju.finalize()
 
 

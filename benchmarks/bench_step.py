@@ -3,11 +3,11 @@
 
 One process with P GPUs, or the processes of ``python -m jax_ulysses.launch -n P
 [--one-gpu] benchmarks/bench_step.py``, of which the first one reports, train the first
-layers of a published model's geometry. Time
-and memory of a whole step (forward, backward with rematerialisation, sums of gradients,
-AdamW) by every implementation, and by *no exchange*: XLA's step with every all-to-all
-left out, so that the share of a step in which nothing but the exchange runs is its
-difference to the others. Its numbers are wrong on purpose.
+layers of a published model's geometry. Time and memory of a whole step (forward,
+backward with rematerialisation, sums of gradients, AdamW) by every implementation, and
+by *no exchange*: XLA's step with every all-to-all left out, so that the share of a step
+in which nothing but the exchange runs is its difference to the others. Its numbers are
+wrong on purpose.
 
 ``--implementations "cuda unmarked"`` does without the mark that makes a fused call a
 collective for XLA, so that sums of gradients may run beside it. It can deadlock with
@@ -22,7 +22,6 @@ Writes one JSON object a line. ``modes`` says in which modes.
 import argparse
 import concurrent.futures
 import contextlib
-import json
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -133,7 +132,7 @@ def measure_mode(args: argparse.Namespace) -> None:
     """All cases in this process, whose XLA flags are set."""
     import jax
     import separate
-    from timing import interleaved_us, summary
+    from timing import emit, interleaved_us, summary
 
     import jax_ulysses as ju
     from jax_ulysses.launch import join
@@ -186,13 +185,8 @@ def measure_mode(args: argparse.Namespace) -> None:
             if row["variant"] in times:
                 row |= summary(times[row["variant"]])
                 row["loss"] = round(float(steps[row["variant"]]()), 4)
-            if index:
-                continue
-            line = json.dumps(about | row)
-            print(line, flush=True)
-            if args.out:
-                with args.out.open("a") as out:
-                    out.write(line + "\n")
+            if index == 0:
+                emit(about | row, args.out)
     ju.finalize()
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times compiled programs against each other on the devices of one process."""
 
+import json
+import pathlib
 import random
 import statistics
 import time
@@ -83,6 +85,15 @@ def relative_distance(actual, wanted):
     """Relative L2 distance, on the devices: these arrays are large."""
     actual, wanted = actual.astype(jnp.float32), wanted.astype(jnp.float32)
     return jnp.linalg.norm(actual - wanted) / jnp.linalg.norm(wanted)
+
+
+def emit(row: dict[str, Any], out: pathlib.Path | None) -> None:
+    """Prints a row of a result file and, if one is given, appends it to that."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if out:
+        with out.open("a") as file:
+            file.write(line + "\n")
 
 
 def summary(samples: list[float]) -> dict[str, float]:
