@@ -19,6 +19,16 @@ run() {
   echo "== $*"
   timeout "$limit" "$@" || { failed=$((failed + 1)); echo "== failed: $*"; }
 }
+# What must not come out well: a negative control that may hang, or leave the GPU with an error.
+run_bad() {
+  limit=$1
+  shift
+  echo "== must fail: $*"
+  timeout -k 5 "$limit" "$@"
+  rc=$?
+  echo "exit code $rc (124: it hung)"
+  [ "$rc" -ne 0 ] || { failed=$((failed + 1)); echo "== failed: $* passed"; }
+}
 sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
 case $what in
 quick)
@@ -41,6 +51,8 @@ full)
   run 120 "$build/exchange_test" negative 30
   run 60 "$build/fused_test" far 20
   run 60 "$build/exchange_test" far 20
+  run 20 "$build/fused_test" turn
+  run_bad 10 "$build/fused_test" turn 1
   for tool in memcheck racecheck synccheck; do
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/fused_test" small
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/exchange_test" small

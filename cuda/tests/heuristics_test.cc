@@ -39,14 +39,16 @@ void TestHeuristics() {
   // Blocks of 128 columns are put together.
   JU_CHECK(ChooseTile(make(8192, 128, 24), 132, all) == TilePolicy::k128x256);
   // One row block of 128 leaves half of a cluster without work.
-  JU_CHECK(ChooseTile(make(128, 65536, 1), 132, all) == TilePolicy::k128x128);
+  JU_CHECK(ChooseTile(make(128, 65536, 1), 132, all) == TilePolicy::k64x128);
   JU_CHECK(ChooseTile(make(256, 65536, 1), 132, all) == TilePolicy::k128x256);
   // A single CTA is no cluster.
-  JU_CHECK(ChooseTile(make(16384, 8192, 1), 1, all) == TilePolicy::k128x128);
+  JU_CHECK(ChooseTile(make(16384, 8192, 1), 1, all) == TilePolicy::k64x128);
   // Fewer tiles than CTAs: smaller ones keep more of them busy.
   JU_CHECK(ChooseTile(make(128, 8192, 1), 132, all) == TilePolicy::k64x128);
-  JU_CHECK(ChooseTile(make(128, 9216, 1), 132, all) == TilePolicy::k128x128);  // 144 small ones
+  JU_CHECK(ChooseTile(make(512, 4096, 1), 132, all) == TilePolicy::k128x128);
   JU_CHECK(ChooseTile(make(512, 6144, 1), 132, all) == TilePolicy::k128x256);  // 192 of 128x128
+  // Two and a half waves: smaller ones waste less of the last.
+  JU_CHECK(ChooseTile(make(2048, 5120, 1), 132, all) == TilePolicy::k128x128);
   // Half of the rows of a tile would be empty.
   JU_CHECK(ChooseTile(make(64, 65536, 1), 132, all) == TilePolicy::k64x128);
   // Large and even: the first.
@@ -57,11 +59,12 @@ void TestHeuristics() {
   JU_CHECK(ChooseTile(make(1, 8, 1), 1, [](TilePolicy) { return false; }) == TilePolicy::kAuto);
   JU_CHECK(NumUnits(make(300, 300, 2), kTileShapes[0]) == 2 * 3);  // of 3 x 6 blocks
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[0]) == 2 * 5);  // of 3 x 9
-  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 3 * 9);
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 2 * 9);
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[2]) == 5 * 9);
   TileProblem narrow = make(300, 64, 5);
   narrow.block_columns = 64;
   JU_CHECK(NumUnits(narrow, kTileShapes[0]) == 2 * 2);  // of 3 x 5 blocks, four a tile
-  JU_CHECK(NumUnits(narrow, kTileShapes[1]) == 3 * 3);
+  JU_CHECK(NumUnits(narrow, kTileShapes[1]) == 2 * 3);
   JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 33 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
   JU_CHECK(DefaultCommCtas(GemmA2aCall(), 132) == 132);
   // Windows: eight units wide, at least a unit and at most kWindowRows high.

@@ -49,12 +49,12 @@ void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile,
   for (int rank = 0; rank < ex.num_ranks; ++rank) {
     const Geometry g = MakeGeometry(ex, rank, batch);
     const TileOrder order =
-        TileOrder::Make(g, tile.rows, tile.blocks * kBlockColumns, block_columns, tile.blocks);
+        TileOrder::Make(g, tile.rows, tile.blocks * kBlockColumns, block_columns, tile.cluster);
     std::set<std::tuple<int, int, int, int>> made;  // segment, block, row block, column block
     std::set<std::tuple<int, int>> raised;          // dest, flag
     int empty = 0;
     for (int32_t i = 0; i < order.num_units; ++i) {
-      for (int32_t cta = 0; cta < tile.blocks; ++cta) {
+      for (int32_t cta = 0; cta < tile.cluster; ++cta) {
         for (int32_t part = 0; part < parts; ++part) {
           const TileOrder::Part first = order.At(g, i, 0, part);
           const TileOrder::Part p = order.At(g, i, cta, part);
@@ -82,7 +82,7 @@ void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile,
     // No more than what fills up the last row and the last column of units.
     const int columns = static_cast<int>(made.size()) / order.row_blocks;
     const int all =
-        static_cast<int>(RoundUp(order.row_blocks, tile.blocks) * RoundUp(columns, parts));
+        static_cast<int>(RoundUp(order.row_blocks, tile.cluster) * RoundUp(columns, parts));
     JU_CHECK(empty == all - static_cast<int>(made.size()));
   }
 }

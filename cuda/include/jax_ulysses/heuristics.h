@@ -11,20 +11,21 @@
 
 namespace jax_ulysses {
 
-// Tiles are made of column blocks of kBlockColumns, as many as CTAs make tiles
-// together, one above the other (gemm/cta.h).
+// Tiles are made of column blocks of kBlockColumns. The CTAs of a cluster make tiles one above the
+// other (gemm/cta.h).
 struct TileShape {
   TilePolicy policy;
   int32_t rows;
   int32_t blocks;
+  int32_t cluster;
   // Rate of a full wave relative to the best tile.
   double efficiency;
 };
 
 inline constexpr TileShape kTileShapes[] = {
-    {TilePolicy::k128x256, 128, 2, 1.0},
-    {TilePolicy::k128x128, 128, 1, 0.87},
-    {TilePolicy::k64x128, 64, 1, 0.6},
+    {TilePolicy::k128x256, 128, 2, 2, 1.0},
+    {TilePolicy::k128x128, 128, 1, 2, 0.98},
+    {TilePolicy::k64x128, 64, 1, 1, 0.6},
 };
 
 // What a GEMM looks like to the tile choice: `blocks[i]` column blocks of `columns[i]` columns,
@@ -44,13 +45,13 @@ inline int64_t NumUnits(const TileProblem& problem, const TileShape& tile) {
   for (int i = 0; i < problem.num_kinds; ++i) {
     columns += problem.blocks[i] * CeilDiv(problem.columns[i], problem.block_columns);
   }
-  return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.blocks) *
+  return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.cluster) *
          CeilDiv(columns * problem.block_columns, tile.blocks * kBlockColumns);
 }
 
 // Time in units of one CTA and 128 rows of one column block: whole waves of whole units.
 inline double TileCost(const TileProblem& problem, const TileShape& tile, int32_t ctas) {
-  const int64_t waves = CeilDiv(NumUnits(problem, tile), ctas / tile.blocks);
+  const int64_t waves = CeilDiv(NumUnits(problem, tile), ctas / tile.cluster);
   return static_cast<double>(waves * tile.blocks * tile.rows) / (128 * tile.efficiency);
 }
 
@@ -60,7 +61,7 @@ TilePolicy ChooseTile(const TileProblem& problem, int32_t ctas, Available&& avai
   TilePolicy best = TilePolicy::kAuto;
   double best_cost = 0;
   for (const TileShape& tile : kTileShapes) {
-    if (!available(tile.policy) || ctas < tile.blocks) continue;
+    if (!available(tile.policy) || ctas < tile.cluster) continue;
     const double cost = TileCost(problem, tile, ctas);
     if (best == TilePolicy::kAuto || cost < best_cost) {
       best = tile.policy;

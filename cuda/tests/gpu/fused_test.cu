@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The two fused operators, all ranks in one launch (rig B). One line a case; exit code 1 if any
-// fails. Usage: fused_test check|stress|graph|streams|faults|negative|far|small [count]
+// fails. Usage: fused_test check|stress|graph|streams|faults|negative|far|small|turn [count]
 #include "controls.cuh"
 #include "test_entries.h"
 #include "test_shapes.h"
@@ -123,6 +123,32 @@ void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, 
   }
 }
 
+// The kernels of the stress tests: 128x256, and 128x128 with its two teams of consumers.
+template <class Call>
+std::vector<KernelEntry<Call>> Stressed() {
+  const auto entries = TestEntries<Call>();
+  return {entries[0], entries[1]};
+}
+
+// What happens without the edge "turn": wrong values, or a kernel that never ends, because the
+// teams take each other's stages. So it is a program of its own, which must fail
+// (tools/gpu_test.sh).
+template <class Fixture>
+bool GoodTurns(const KernelEntry<typename Fixture::Call>& entry, uint32_t removed) {
+  // Several tiles a CTA, and more steps of K than the pipeline has stages.
+  Shape shape = StressShape(2, Fixture::kPush, false);
+  shape.tokens = 2048, shape.model = 4096;
+  Fixture f(shape, entry);
+  std::vector<typename Fixture::Call> calls = f.Calls(0);
+  for (auto& call : calls) call.hooks.removed_edges = removed;
+  WorldLaunch<typename Fixture::Call> launch(entry, calls, PlanFor(shape.ranks, Fixture::kPush));
+  f.PoisonOutputs();
+  launch.Run(nullptr);
+  CK(cudaDeviceSynchronize());
+  const Difference d = f.CheckNorm();
+  return d.relative < 4e-3 && d.bad == 0;
+}
+
 int Main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "check";
   const int count = argc > 2 ? std::atoi(argv[2]) : 0;
@@ -137,17 +163,26 @@ int Main(int argc, char** argv) {
     Shape s = StressShape(2, true, true);
     s.tokens = 140;
     s.gathered = true;
-    Check<A2a>(s, a2a[0], "a2a_gemm");
+    for (const auto& e : Stressed<A2aGemmCall>()) Check<A2a>(s, e, Name(e, "a2a_gemm").c_str());
     s = StressShape(4, false, false);
     s.tokens = 130;
     s.heads = {4, 2, 2};
-    Check<Ga>(s, ga[0], "gemm_a2a");
+    for (const auto& e : Stressed<GemmA2aCall>()) Check<Ga>(s, e, Name(e, "gemm_a2a").c_str());
   } else if (what == "stress") {
-    StressAll<A2a>(a2a[0], "a2a_gemm", count > 0 ? count : 1000);
-    StressAll<Ga>(ga[0], "gemm_a2a", count > 0 ? count : 1000);
+    const int epochs = count > 0 ? count : 1000;
+    for (const auto& e : Stressed<A2aGemmCall>()) {
+      StressAll<A2a>(e, Name(e, "a2a_gemm").c_str(), epochs);
+    }
+    for (const auto& e : Stressed<GemmA2aCall>()) {
+      StressAll<Ga>(e, Name(e, "gemm_a2a").c_str(), epochs);
+    }
   } else if (what == "graph") {
-    GraphReplays<A2a>(a2a[0], "a2a_gemm");
-    GraphReplays<Ga>(ga[0], "gemm_a2a");
+    for (const auto& e : Stressed<A2aGemmCall>()) {
+      GraphReplays<A2a>(e, Name(e, "a2a_gemm").c_str());
+    }
+    for (const auto& e : Stressed<GemmA2aCall>()) {
+      GraphReplays<Ga>(e, Name(e, "gemm_a2a").c_str());
+    }
   } else if (what == "streams") {
     Streams<A2a>(a2a[0], "a2a_gemm", count > 0 ? count : 300);
     Streams<Ga>(ga[0], "gemm_a2a", count > 0 ? count : 300);
@@ -155,8 +190,18 @@ int Main(int argc, char** argv) {
     Faults<A2a>(StressShape(4, true, false), a2a[0], "a2a_gemm");
     Faults<Ga>(StressShape(4, false, false), ga[0], "gemm_a2a");
   } else if (what == "negative") {
-    Negative<A2a>(a2a[0], "a2a_gemm", count > 0 ? count : 30);
-    Negative<Ga>(ga[0], "gemm_a2a", count > 0 ? count : 30);
+    const int launches = count > 0 ? count : 30;
+    Negative<A2a>(a2a[0], "a2a_gemm", launches);
+    Negative<Ga>(ga[0], "gemm_a2a", launches);
+    const std::string name = Name(ga[1], "gemm_a2a");
+    Controls<Ga> teams(ga[1], name.c_str(), ControlVariants(false), launches);
+    for (const Control& control : kHandOffControls) teams.Run(control);
+    for (const Control& control : kPlanControls) teams.Run(control);
+  } else if (what == "turn") {
+    // With the argument 1 without the edge.
+    const uint32_t removed = count == 1 ? kEdgeTurn : kEdgeNone;
+    Line(GoodTurns<A2a>(a2a[1], removed), Name(a2a[1], "a2a_gemm").c_str(), "turns");
+    Line(GoodTurns<Ga>(ga[1], removed), Name(ga[1], "gemm_a2a").c_str(), "turns");
   } else if (what == "far") {
     const int launches = count > 0 ? count : 30;
     FarControls<A2a>(a2a[0], "a2a_gemm", ControlVariants(true).back().shape, launches, true);

@@ -29,6 +29,7 @@ enum Edge : uint32_t {
   kEdgeRing = 1u << 15,          // refill a shared-memory stage while it is still being read
   kEdgeArrivals = 1u << 16,      // the producer does not wait for the warp that watches arrivals
   kEdgeTilePlan = 1u << 17,      // neither plans nor their readers are waited for
+  kEdgeTurn = 1u << 18,          // teams of consumers do not wait for each other
   // As the template argument: the edges are taken from CallInfo::removed_edges.
   kEdgesAtRunTime = 1u << 31,
 };

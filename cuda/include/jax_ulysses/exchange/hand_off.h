@@ -20,9 +20,10 @@ struct HandOffStorage {
   uint64_t empty[kHandOffDepth];
 };
 
-// A ring with back-pressure. Every warp that gives or takes has an object of its own, and all give,
-// or take, the same items in the same order. What is given by several warps has been given when the
-// last of them has; a place is free when the last taker is done with it.
+// A ring with back-pressure. Every warp that gives or takes has an object of its own, and gives, or
+// takes, the items in order: all of them, or every `stride`-th from `first` on, if others do so
+// with the rest. What is given by several warps has been given when the last of them has; a place
+// is free when the last taker is done with it.
 //
 // Edges "hand-off" and "tile plan", inside a CTA: the givers' stores (waited for, if they are
 // asynchronous), their arrivals on `full` (release) and the takers' wait (acquire); back, the
@@ -34,8 +35,9 @@ class HandOff {
   using Storage = HandOffStorage<Item>;
 
   // `removed` is the negative control: nobody waits for anybody.
-  JU_D explicit HandOff(Storage& storage, bool removed = false)
-      : storage_(storage), removed_(kTest && removed) {}
+  JU_D explicit HandOff(Storage& storage, bool removed = false, uint32_t first = 0,
+                        uint32_t stride = 1)
+      : storage_(storage), removed_(kTest && removed), stride_(stride), count_(first) {}
 
   JU_D static void Init(Storage& storage, uint32_t givers, uint32_t takers = 1) {
     for (int i = 0; i < kHandOffDepth; ++i) {
@@ -55,7 +57,7 @@ class HandOff {
   JU_D void GiveRoom() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&storage_.full[slot()]);
-    ++count_;
+    count_ += stride_;
   }
   // For the negative control: those who do not wait shall find an item, though not theirs. Whole
   // warp, before the CTA's first barrier.
@@ -69,7 +71,7 @@ class HandOff {
     Item& room = Room();
     if (names) room = item;
     ptx::BarrierArrive(&storage_.full[slot()]);
-    ++count_;
+    count_ += stride_;
   }
   // Whole warp, for the stores of all its threads.
   JU_D void Give(Item item, bool names = true) {
@@ -84,8 +86,8 @@ class HandOff {
   }
   JU_D void TakeDone() { TakeDone(1); }
 
-  // Whole warp: the next item, as soon as it is given, and those that have been given behind it by
-  // then, lane i the i-th. Returns how many; after the work, TakeDone(how many).
+  // Whole warp, with a stride of 1: the next item, as soon as it is given, and those that have been
+  // given behind it by then, lane i the i-th. Returns how many; after the work, TakeDone(how many).
   JU_D int32_t TakeSome(Item& item) {
     const uint32_t lane = threadIdx.x % 32;
     Take();
@@ -100,7 +102,7 @@ class HandOff {
     __syncwarp();
     const uint32_t lane = threadIdx.x % 32;
     if (lane < static_cast<uint32_t>(items)) ptx::BarrierArrive(&storage_.empty[slot(lane)]);
-    count_ += static_cast<uint32_t>(items);
+    count_ += static_cast<uint32_t>(items) * stride_;
   }
 
  private:
@@ -109,7 +111,8 @@ class HandOff {
 
   Storage& storage_;
   const bool removed_;
-  uint32_t count_ = 0;
+  const uint32_t stride_;
+  uint32_t count_;
 };
 
 }  // namespace jax_ulysses

@@ -74,11 +74,12 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
     ClusterWait();
     const bool run = !AnyAborted<C>(shared);
     TakeRegisters<C>();
-    Consumer<C> consumer(pipeline, shared);
-    for (int32_t i = first_unit; run && i < num_units; i += unit_stride) {
+    Consumer<C> consumer(pipeline, shared, p.k_tiles, p.from_slot[0][0], call.hooks);
+    for (int32_t i = first_unit + Consumer<C>::team() * unit_stride; run && i < num_units;
+         i += C::kTeams * unit_stride) {
       const OutputTiles::Tile tile = tiles.At(i, in_cluster);
       auto accumulator = Consumer<C>::MakeAccumulator();
-      consumer.Accumulate(accumulator, p.k_tiles, p.from_slot[0][0]);
+      consumer.Accumulate(accumulator, i == first_unit, i + unit_stride >= num_units);
       const int32_t row = tile.row_block * C::kTileM;
       auto store = [&](auto block) {
         const int32_t column = tile.col_block * C::kTileN + block.value * kBlockColumns;

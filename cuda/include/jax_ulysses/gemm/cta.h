@@ -4,12 +4,14 @@
 // epilogue (store_tile.h).
 //
 // Warp group 0: warp 0 loads (Producer), warp 1 communicates, warp 2 publishes, warp 3 looks ahead:
-// watches what arrives, or plans tiles (tile_plan.h). After it one consumer warp group for each 64
-// rows of the tile.
+// watches what arrives, or plans tiles (tile_plan.h). After it the consumers, in teams that make a
+// tile each: two warp groups for 128x256, whose accumulators take the registers of both; one for
+// the others. Of 128x128 there are two teams, which take turns: one stores its tile while the other
+// has the tensor cores. (CUTLASS calls the two schedules cooperative and ping-pong.)
 //
-// Tiles of 128x256 are made by clusters of two CTAs, one above the other, of which each loads half
-// of the columns of w for both (TMA multicast): a third less is read out of L2 than by two CTAs on
-// their own, and the halves may come from anywhere in w.
+// Tiles of 128 rows are made by clusters of two CTAs, one above the other, of which each loads half
+// of what both need of w (TMA multicast). So 128x256 reads a third less out of L2 and 128x128 a
+// quarter; L2 gives an SM 64 bytes a cycle, which is what 128x128 would take alone.
 #ifndef JAX_ULYSSES_GEMM_CTA_H_
 #define JAX_ULYSSES_GEMM_CTA_H_
 
@@ -36,22 +38,23 @@ template <class Element_, bool kTransposed_, class TileShape_, bool kTest_>
 struct GemmConfig {
   using Element = Element_;
   using TileShape = TileShape_;
-  // CTAs of a cluster: each loads kBlockColumns of the columns of w.
-  static constexpr int kCluster = cute::size<1>(TileShape{}) / kBlockColumns;
+  static constexpr int kCluster = cute::size<0>(TileShape{}) == 64 ? 1 : 2;
   using ClusterShape = cute::Shape<cute::Int<kCluster>, cute::_1, cute::_1>;
   static constexpr bool kTransposed = kTransposed_;
   static constexpr bool kTest = kTest_;
   static constexpr int kTileM = cute::size<0>(TileShape{});
   static constexpr int kTileN = cute::size<1>(TileShape{});
   static constexpr int kTileK = cute::size<2>(TileShape{});
-  // Columns of a tile that may come from anywhere in w, and go anywhere: those of a TMA box.
-  static constexpr int kPartColumns = kTransposed ? kBlockColumns : kBlockColumns / 2;
+  // Columns of a tile that may come from anywhere in w, and go anywhere: those of a TMA box, and
+  // with w [N,K] what one CTA of a cluster loads.
+  static constexpr int kPartColumns = kTransposed ? kTileN / kCluster : kBlockColumns / 2;
   static constexpr int kParts = kTileN / kPartColumns;
   static constexpr int kAlignment = 16 / sizeof(Element);  // TMA: 16 bytes
 
-  static constexpr int kConsumerWarps = kTileM / 16;
-  static constexpr int kConsumers = 32 * kConsumerWarps;
-  static constexpr int kThreads = 128 + kConsumers;
+  static constexpr int kTeams = kTileM == 128 && kTileN == 128 ? 2 : 1;
+  static constexpr int kTeamThreads = kTileN == 256 ? 256 : 128;
+  static constexpr int kTeamWarps = kTeamThreads / 32;
+  static constexpr int kThreads = 128 + kTeams * kTeamThreads;
   // Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS
   // gives its producers 40; the communication warp would spill there (96 to 344 bytes), at 72
   // nothing does. 256 threads have enough as they are.
@@ -68,9 +71,12 @@ struct GemmConfig {
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, cutlass::layout::RowMajor,
       kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<kOtherBytes>,
-      cute::conditional_t<(kTileM > 64), cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                          cutlass::gemm::KernelTmaWarpSpecialized>>::CollectiveOp;
-  static_assert(cute::size(typename Mainloop::TiledMma{}) == kConsumers);
+      cute::conditional_t<(kTeams > 1), cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                          cute::conditional_t<(kTeamThreads > 128),
+                                              cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                                              cutlass::gemm::KernelTmaWarpSpecialized>>>::
+      CollectiveOp;
+  static_assert(cute::size(typename Mainloop::TiledMma{}) == kTeamThreads);
 
   using Plan = TilePlan<Element, kParts>;  // gemm_a2a
 
@@ -146,7 +152,7 @@ JU_D typename C::Mainloop::MainloopPipeline MakePipeline(typename C::Shared& sha
                 : role == WarpRole::kProducer ? Pipeline::ThreadCategory::Producer
                                               : Pipeline::ThreadCategory::NonParticipant;
   params.is_leader = threadIdx.x % cutlass::NumThreadsPerWarpGroup == 0;
-  params.num_consumers = C::kConsumers;
+  params.num_consumers = C::kTeamThreads;  // of a stage
   params.num_producers = C::Mainloop::NumProducerThreadEvents;
   params.transaction_bytes = C::Mainloop::TmaTransactionBytes;
   return Pipeline(shared.pipeline, params, typename C::ClusterShape{});
@@ -251,7 +257,7 @@ class Producer {
   typename Mainloop::PipelineState state_;
 };
 
-// The warp groups after the first.
+// The warp groups after the first. Team t of them makes the tiles t, t + kTeams, ... of the CTA.
 template <class C>
 class Consumer {
  public:
@@ -259,27 +265,45 @@ class Consumer {
   using Pipeline = typename Mainloop::MainloopPipeline;
   using TiledMma = typename Mainloop::TiledMma;
 
-  JU_D Consumer(Pipeline& pipeline, typename C::Shared& shared)
-      : pipeline_(pipeline), shared_(shared) {}
+  // All tiles take k_tiles stages of the pipeline.
+  JU_D Consumer(Pipeline& pipeline, typename C::Shared& shared, int32_t k_tiles,
+                const typename Mainloop::Params& params, const TestHooks& hooks)
+      : pipeline_(pipeline),
+        shared_(shared),
+        k_tiles_(k_tiles),
+        params_(params),
+        turns_(C::kTeams > 1 && !TestHooks::Removed<C::kTest>(hooks, kEdgeTurn)) {
+    if (team() > 0) load_state_.advance(k_tiles);
+  }
 
-  JU_D static int thread() { return static_cast<int>(threadIdx.x) % C::kConsumers; }
+  JU_D static int team() { return C::kTeams == 1 ? 0 : cutlass::canonical_warp_group_idx() - 1; }
+  // Of the team.
+  JU_D static int thread() { return static_cast<int>(threadIdx.x) % C::kTeamThreads; }
 
   JU_D static auto MakeAccumulator() {
     return cute::partition_fragment_C(TiledMma{}, cute::take<0, 2>(typename C::TileShape{}));
   }
 
+  // `first` and `last`: whether the tile is that of the CTA.
   template <class Accumulator>
-  JU_D void Accumulate(Accumulator& accumulator, int32_t k_tiles,
-                       const typename Mainloop::Params& params) {
-    mainloop_.mma(pipeline_, load_state_, accumulator, k_tiles, thread(), shared_.tensors, params);
-    mainloop_.mma_tail(pipeline_, load_state_, k_tiles);
-    load_state_.advance(k_tiles);
+  JU_D void Accumulate(Accumulator& accumulator, bool first, bool last) {
+    // Edge "turn", inside a CTA: who waits for a stage before the other team has had all of the
+    // stages before it would take an older phase of its barrier for the one it waits for.
+    if (turns_ && !first) ptx::NamedBarrierSync(1 + team(), C::kTeams * C::kTeamThreads);
+    mainloop_.mma(pipeline_, load_state_, accumulator, k_tiles_, thread(), shared_.tensors,
+                  params_);
+    if (turns_ && !last) ptx::NamedBarrierArrive(2 - team(), C::kTeams * C::kTeamThreads);
+    mainloop_.mma_tail(pipeline_, load_state_, k_tiles_);
+    load_state_.advance(C::kTeams * k_tiles_);
   }
 
  private:
   Mainloop mainloop_;
   Pipeline& pipeline_;
   typename C::Shared& shared_;
+  const int32_t k_tiles_;
+  const typename Mainloop::Params& params_;
+  const bool turns_;
   typename Mainloop::PipelineState load_state_;
 };
 

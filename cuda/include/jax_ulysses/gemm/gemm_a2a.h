@@ -39,47 +39,54 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
   if (role == WarpRole::kProducer && cute::elect_one_sync()) {
     C::Mainloop::prefetch_tma_descriptors(p.operands);
   }
-  HandOff<C::kTest, typename C::Plan> plans(
-      shared.plans, TestHooks::Removed<C::kTest>(call.hooks, kEdgeTilePlan));
+  const bool plans_removed = TestHooks::Removed<C::kTest>(call.hooks, kEdgeTilePlan);
+  HandOff<C::kTest, typename C::Plan> plans(shared.plans, plans_removed);
   auto plan_tile = [&](typename C::Plan& plan, int32_t unit) {
     // The slot, which depends on the epoch, is looked up again: once a tile, ahead of all others.
     const int64_t index = call.communicate ? Protocol(call.info).slot_index() : 0;
     char* const slot = call.info.peers.heap[g.rank] + call.info.layout.slot(index);
     PlanTile<C::kPartColumns>(plan, pull, slot, unit, cta % C::kCluster);
   };
-  if (role == WarpRole::kWatcher && first_unit < order.num_units) {
-    // The first plan beside what BeginRank waits for.
+  auto plan_first = [&] {
+    if (role != WarpRole::kWatcher || first_unit >= order.num_units) return;
     plan_tile(plans.Room(), first_unit);
-    if (TestHooks::Removed<C::kTest>(call.hooks, kEdgeTilePlan)) plans.CopyFirst();
-  }
+    if (plans_removed) plans.CopyFirst();
+  };
+  if (plans_removed) plan_first();
   BeginRank<C::kTest>(call, shared.rank);
   if (threadIdx.x == 0) {
     C::Ring::Init(shared.ring);
     // Read by producer and consumers, and by the publisher if there is something to publish.
-    plans.Init(shared.plans, 1, 1 + C::kConsumerWarps + (call.communicate ? 1 : 0));
-    HandOff<C::kTest>::Init(shared.hand_off, C::kConsumerWarps);
+    plans.Init(shared.plans, 1, 1 + C::kTeamWarps + (call.communicate ? 1 : 0));
+    HandOff<C::kTest>::Init(shared.hand_off, C::kTeamWarps);
     SharedCredit::Init(shared.credit);
     ptx::BarrierInitFence();
   }
   auto pipeline = MakePipeline<C>(shared);
-  ClusterSync();
+  ClusterArrive();
+  // Takes 2,000 cycles, most of them for what no cache holds yet. Nobody else waits so long.
+  if (!plans_removed) plan_first();
+  ClusterWait();
 
   const int32_t k_tiles = static_cast<int32_t>(CeilDiv(p.depth, C::kTileK));
   const bool run = !AnyAborted<C>(shared);
   if (role == WarpRole::kConsumer) {
     TakeRegisters<C>();
-    Consumer<C> consumer(pipeline, shared);
-    HandOff<C::kTest> hand_off(shared.hand_off,
-                               TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff));
+    Consumer<C> consumer(pipeline, shared, k_tiles, p.operands, call.hooks);
+    const auto team = static_cast<uint32_t>(Consumer<C>::team());
+    HandOff<C::kTest, typename C::Plan> team_plans(shared.plans, plans_removed, team, C::kTeams);
+    HandOff<C::kTest> hand_off(
+        shared.hand_off, TestHooks::Removed<C::kTest>(call.hooks, kEdgeHandOff), team, C::kTeams);
     const int thread = Consumer<C>::thread();
+    const int32_t team_first = first_unit + static_cast<int32_t>(team) * unit_stride;
     bool credit = true;
-    for (int32_t i = first_unit; run && i < order.num_units; i += unit_stride) {
+    for (int32_t i = team_first; run && i < order.num_units; i += C::kTeams * unit_stride) {
       auto accumulator = Consumer<C>::MakeAccumulator();
-      consumer.Accumulate(accumulator, k_tiles, p.operands);
+      consumer.Accumulate(accumulator, i == first_unit, i + unit_stride >= order.num_units);
       if constexpr (C::kTest) TestHooks::Sleep(call.hooks.epilogue_delay_ns);
       // Edge "credit". Without it, after an abort, no slot is touched and no flag raised.
-      if (i == first_unit && call.communicate) credit = SharedCredit::Granted(shared.credit);
-      const typename C::Plan& plan = plans.Take();
+      if (i == team_first && call.communicate) credit = SharedCredit::Granted(shared.credit);
+      const typename C::Plan& plan = team_plans.Take();
       // The negative control: the flag before the data.
       const bool first = TestHooks::Adversary<C::kTest>(call.hooks) &&
                          TestHooks::Removed<C::kTest>(call.hooks, kEdgeTileRelease);
@@ -98,7 +105,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
             TileOutput<typename C::Element>{part.data, bias, part.pitch, part.rows, part.columns},
             thread);
       });
-      plans.TakeDone();
+      team_plans.TakeDone();
       give(!first);
     }
   } else {

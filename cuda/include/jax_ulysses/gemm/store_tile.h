@@ -9,6 +9,7 @@
 #ifndef JAX_ULYSSES_GEMM_STORE_TILE_H_
 #define JAX_ULYSSES_GEMM_STORE_TILE_H_
 
+#include "cute/tensor.hpp"
 #include "cutlass/numeric_conversion.h"
 #include "jax_ulysses/base.h"
 #include "jax_ulysses/exchange/geometry.h"
@@ -42,11 +43,17 @@ JU_D void TransposeQuad(uint32_t (&v)[4]) {
   }
 }
 
-// Stores columns [kBegin, kBegin + kColumns) of a tile. `thread` counts through the consumers as
-// the MMA does, so that warp w has rows [16 w, 16 w + 16). Whole warps.
+// Rows of an MMA of a warp group: 16 a warp.
+inline constexpr int kMmaRows = 64;
+
+// Stores columns [kBegin, kBegin + kColumns) of a tile. `thread` counts through the team that made
+// it, as the MMA does, so that warp w has rows [16 w, 16 w + 16) and, if there are more rows than
+// the team has MMAs, those kMmaRows below them. Whole warps.
 template <int kBegin, int kColumns, class Element, class Accumulator>
 JU_D void StoreColumns(const Accumulator& accumulator, const TileOutput<Element>& out, int thread) {
   static_assert(kColumns % 32 == 0);
+  constexpr int kMmaValues = decltype(cute::size<0>(accumulator))::value;
+  constexpr int kMmas = decltype(cute::size(accumulator))::value / kMmaValues;
   const int quad_lane = thread % 4;
   const int32_t first_row = thread / 32 * 16 + thread % 32 / 4;
   Element* const data = out.data + static_cast<int64_t>(first_row) * out.pitch + quad_lane * 8;
@@ -65,12 +72,14 @@ JU_D void StoreColumns(const Accumulator& accumulator, const TileOutput<Element>
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int below = 0; below < 2 * kMmas; ++below) {
+      // In groups of 8 columns: 2 columns of a row, then the same 8 rows below.
+      const int mma = below / 2, half = below % 2;
+      const int32_t row = mma * kMmaRows + half * 8;
       uint32_t packed[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        // In groups of 8 columns: 2 columns of a row, then the same 8 rows below.
-        const int at = (kBegin / 8 + group * 4 + j) * 4 + half * 2;
+        const int at = mma * kMmaValues + (kBegin / 8 + group * 4 + j) * 4 + half * 2;
         cutlass::Array<float, 2> sum;
         sum[0] = accumulator(at) + bias[j][0];
         sum[1] = accumulator(at + 1) + bias[j][1];
@@ -78,8 +87,8 @@ JU_D void StoreColumns(const Accumulator& accumulator, const TileOutput<Element>
         packed[j] = reinterpret_cast<const uint32_t&>(rounded);
       }
       TransposeQuad(packed);
-      if (first_row + half * 8 < out.rows && group * 32 + quad_lane * 8 < out.columns) {
-        *reinterpret_cast<uint4*>(data + static_cast<int64_t>(half) * 8 * out.pitch + group * 32) =
+      if (first_row + row < out.rows && group * 32 + quad_lane * 8 < out.columns) {
+        *reinterpret_cast<uint4*>(data + static_cast<int64_t>(row) * out.pitch + group * 32) =
             make_uint4(packed[0], packed[1], packed[2], packed[3]);
       }
     }

@@ -26,6 +26,14 @@ JU_D void BarrierInitFence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Barriers of some of the warps of a CTA, by number; 0 is __syncthreads. Those that arrive go on.
+JU_D void NamedBarrierSync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+JU_D void NamedBarrierArrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 JU_D void BarrierExpect(uint64_t* barrier, uint32_t bytes) {
   asm volatile(
       "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
