@@ -76,7 +76,8 @@ def initialize(
         memory that XLA takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION).
       sm_budget: multiprocessors of each GPU that a call may take; None for all or,
         where several ranks share a GPU, so many that each finds room for its
-        kernels while the others wait: 62, 24, 10 of 132 for 2, 4, 8 ranks.
+        kernels while the others wait: 62, 24, 10 of 132 for 2, 4, 8 ranks. At
+        least 2 for fused kernels, whose tiles are made by pairs of CTAs.
 
     Returns:
       What was set up, and for each implementation that this mesh cannot serve, why.

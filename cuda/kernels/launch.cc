@@ -283,6 +283,10 @@ Status Select(const Call& call, const std::vector<KernelEntry<Call>>& registry, 
   TilePolicy policy = call.tile;
   if (policy == TilePolicy::kAuto) {
     policy = ChooseTile(ProblemOf(call), ctas, [&](TilePolicy p) { return find(p) != nullptr; });
+    if (policy == TilePolicy::kAuto && ctas < 2) {
+      return {Status::Code::kUnsupported,
+              "tiles are made by clusters of 2 CTAs, and sm_budget allows 1"};
+    }
   }
   const KernelEntry<Call>* found = find(policy);
   if (found == nullptr) {

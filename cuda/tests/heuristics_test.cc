@@ -42,7 +42,7 @@ void TestHeuristics() {
   JU_CHECK(ChooseTile(make(128, 65536, 1), 132, all) == TilePolicy::k64x128);
   JU_CHECK(ChooseTile(make(256, 65536, 1), 132, all) == TilePolicy::k128x256);
   // A single CTA is no cluster.
-  JU_CHECK(ChooseTile(make(16384, 8192, 1), 1, all) == TilePolicy::k64x128);
+  JU_CHECK(ChooseTile(make(16384, 8192, 1), 1, all) == TilePolicy::kAuto);
   // Fewer tiles than CTAs: smaller ones keep more of them busy.
   JU_CHECK(ChooseTile(make(128, 8192, 1), 132, all) == TilePolicy::k64x128);
   JU_CHECK(ChooseTile(make(512, 4096, 1), 132, all) == TilePolicy::k128x128);
@@ -60,7 +60,7 @@ void TestHeuristics() {
   JU_CHECK(NumUnits(make(300, 300, 2), kTileShapes[0]) == 2 * 3);  // of 3 x 6 blocks
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[0]) == 2 * 5);  // of 3 x 9
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 2 * 9);
-  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[2]) == 5 * 9);
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[2]) == 3 * 9);
   TileProblem narrow = make(300, 64, 5);
   narrow.block_columns = 64;
   JU_CHECK(NumUnits(narrow, kTileShapes[0]) == 2 * 2);  // of 3 x 5 blocks, four a tile

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "check.h"
+#include "jax_ulysses/exchange/copy_gathered.h"
 #include "jax_ulysses/exchange/geometry.h"
 #include "jax_ulysses/exchange/pull.h"
 #include "jax_ulysses/exchange/push.h"
@@ -141,6 +142,33 @@ void TestPulls(const HeadExchange& ex, int64_t batch) {
 }
 
 // Every item is pushed by one CTA, in order; the head by all of them.
+// What is copied into the gathered operand: every piece of every source once, whatever is joined,
+// the own block first and whole items wherever there are enough of them.
+void TestGatherOrder(const HeadExchange& ex, int64_t batch) {
+  for (int rank = 0; rank < ex.num_ranks; ++rank) {
+    const Geometry g = MakeGeometry(ex, rank, batch);
+    for (int32_t window_rows : {128, 256, 384, 512}) {
+      for (int32_t workers : {1, 3, 16, 132}) {
+        const GatherOrder order = GatherOrder::Make(g, window_rows, workers);
+        JU_CHECK(order.item_rows % kPieceRows == 0 && order.item_rows <= window_rows);
+        JU_CHECK(order.item_rows == kPieceRows ||
+                 order.num_items() >= GatherOrder::kItemsEach * workers);
+        std::set<std::tuple<int, int>> copied;  // source, piece
+        for (int32_t i = 0; i < order.num_items(); ++i) {
+          const GatherOrder::Item item = order.At(i);
+          if (i == 0) JU_CHECK(item.source == rank && item.begin == 0);
+          JU_CHECK(item.begin < g.rows);
+          for (int32_t row = item.begin; row < item.begin + order.item_rows && row < g.rows;
+               row += kPieceRows) {
+            JU_CHECK(copied.insert({item.source, row / kPieceRows}).second);
+          }
+        }
+        JU_CHECK(static_cast<int64_t>(copied.size()) == g.num_ranks * CeilDiv(g.rows, kPieceRows));
+      }
+    }
+  }
+}
+
 void TestPushShares() {
   for (int32_t ctas : {1, 16, 66, 132}) {
     for (int32_t comm : {1, 5, 16, 44, 132}) {
@@ -183,6 +211,7 @@ int main() {
               }
             }
             TestPulls(ex, batch);
+            TestGatherOrder(ex, batch);
           }
         }
       }

@@ -25,7 +25,7 @@ struct TileShape {
 inline constexpr TileShape kTileShapes[] = {
     {TilePolicy::k128x256, 128, 2, 2, 1.0},
     {TilePolicy::k128x128, 128, 1, 2, 0.98},
-    {TilePolicy::k64x128, 64, 1, 1, 0.6},
+    {TilePolicy::k64x128, 64, 1, 2, 0.75},
 };
 
 // What a GEMM looks like to the tile choice: `blocks[i]` column blocks of `columns[i]` columns,

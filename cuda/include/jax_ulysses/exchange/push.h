@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The communication of all-to-all -> GEMM: which pieces of rows a rank pushes into the slots of the
-// others, in which order, and what it copies into the gathered operand.
+// others, and in which order.
 //
 // Slot of a rank: for each segment, for each source, the block [rows, columns] that the source
 // holds of this rank's rows. A piece is kPieceRows rows of all segments and has one flag.
@@ -161,82 +161,6 @@ JU_D void PublishPieces(const PushArgs& args, Protocol& protocol, HandOff<kTest>
     hand_off.TakeDone(pieces);
   }
 }
-
-// Copies what has arrived, and the own block, into the gathered operand [rows, C]. Segments of
-// which ranks share blocks are left to SumGathered.
-template <bool kTest, class Protocol>
-class GatherWork {
- public:
-  static constexpr bool kSignals = false;
-
-  JU_D GatherWork(const PushArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
-                  int32_t workers)
-      : args_(args),
-        protocol_(protocol),
-        hooks_(hooks),
-        item_(worker - workers),
-        stride_(workers) {}
-
-  JU_D bool Next(Strip& strip) {
-    const Geometry& g = args_.geometry;
-    while (row_ == end_) {
-      row_ = begin_;
-      if (++seg_ >= g.num_segments && !NextItem()) return false;
-      if (g.replicated(seg_)) row_ = end_;
-    }
-    const int32_t row_bytes = g.columns[seg_] * args_.element_bytes;
-    int32_t rows = end_ - row_;
-    if (source_ == g.rank && args_.own_in_place) {
-      const RowSpan span = g.HeadShardRows(g.rank, row_);
-      rows = min(rows, span.length);
-      strip.source = args_.parts[seg_] + static_cast<int64_t>(span.begin) * row_bytes;
-    } else {
-      strip.source = protocol_.Slot(g.rank) +
-                     SourceBlockOffset(g, seg_, source_, args_.element_bytes) +
-                     static_cast<int64_t>(row_) * row_bytes;
-    }
-    strip.dest_pitch = g.fused_columns * args_.element_bytes;
-    strip.dest = args_.gathered + static_cast<int64_t>(row_) * strip.dest_pitch +
-                 static_cast<int64_t>(g.block_begin(seg_, source_)) * args_.element_bytes;
-    strip.rows = rows;
-    strip.row_bytes = row_bytes;
-    strip.source_pitch = row_bytes;
-    strip.signal = kNoSignal;
-    strip.remote = false;
-    row_ += rows;
-    return true;
-  }
-  JU_D void Signal(int32_t) {}
-
- private:
-  JU_D bool NextItem() {
-    // The order in which the GEMM consumes, so that the rows are likely in the cache.
-    const Geometry& g = args_.geometry;
-    const PushOrder order = {g.num_ranks, g.rank, g.rows, 0, args_.window_rows / kPieceRows};
-    item_ += stride_;
-    if (item_ >= order.num_items()) return false;
-    const PushOrder::Item item = order.At(item_);
-    source_ = 2 * g.rank - item.dest;  // step s: PushOrder goes down from rank, the GEMM up
-    if (source_ < 0) source_ += g.num_ranks;
-    if (source_ >= g.num_ranks) source_ -= g.num_ranks;
-    seg_ = 0;
-    begin_ = row_ = item.piece * kPieceRows;
-    end_ = min(begin_ + kPieceRows, g.rows);
-    if (source_ == g.rank && args_.own_in_place) return true;
-    return WaitPiecesWarp<kTest>(protocol_, hooks_, source_, begin_, end_);
-  }
-
-  const PushArgs& args_;
-  Protocol& protocol_;
-  const TestHooks& hooks_;
-  int32_t item_;
-  const int32_t stride_;
-  int32_t source_ = 0;
-  int32_t seg_ = kMaxFusedSegments;
-  int32_t begin_ = 0;
-  int32_t row_ = 0;
-  int32_t end_ = 0;
-};
 
 }  // namespace jax_ulysses
 #endif  // __CUDACC__

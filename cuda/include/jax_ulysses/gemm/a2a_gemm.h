@@ -12,6 +12,7 @@
 #ifndef JAX_ULYSSES_GEMM_A2A_GEMM_H_
 #define JAX_ULYSSES_GEMM_A2A_GEMM_H_
 
+#include "jax_ulysses/exchange/copy_gathered.h"
 #include "jax_ulysses/exchange/push.h"
 #include "jax_ulysses/exchange/sum_gathered.h"
 #include "jax_ulysses/gemm/cta.h"

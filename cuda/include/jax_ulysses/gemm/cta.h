@@ -5,13 +5,13 @@
 //
 // Warp group 0: warp 0 loads (Producer), warp 1 communicates, warp 2 publishes, warp 3 looks ahead:
 // watches what arrives, or plans tiles (tile_plan.h). After it the consumers, in teams that make a
-// tile each: two warp groups for 128x256, whose accumulators take the registers of both; one for
-// the others. Of 128x128 there are two teams, which take turns: one stores its tile while the other
-// has the tensor cores. (CUTLASS calls the two schedules cooperative and ping-pong.)
+// tile each: of 128x256, whose accumulators take the registers of two warp groups, one team of
+// both; of the others two teams of one, which take turns: one stores its tile while the other has
+// the tensor cores. (CUTLASS calls the two schedules cooperative and ping-pong.)
 //
-// Tiles of 128 rows are made by clusters of two CTAs, one above the other, of which each loads half
-// of what both need of w (TMA multicast). So 128x256 reads a third less out of L2 and 128x128 a
-// quarter; L2 gives an SM 64 bytes a cycle, which is what 128x128 would take alone.
+// Tiles are made by clusters of two CTAs, one above the other, of which each loads half of what
+// both need of w (TMA multicast). So 128x256 and 64x128 read a third less out of L2 and 128x128 a
+// quarter; L2 gives an SM about 64 bytes a cycle, which is what 128x128 would take alone.
 #ifndef JAX_ULYSSES_GEMM_CTA_H_
 #define JAX_ULYSSES_GEMM_CTA_H_
 
@@ -38,7 +38,7 @@ template <class Element_, bool kTransposed_, class TileShape_, bool kTest_>
 struct GemmConfig {
   using Element = Element_;
   using TileShape = TileShape_;
-  static constexpr int kCluster = cute::size<0>(TileShape{}) == 64 ? 1 : 2;
+  static constexpr int kCluster = 2;
   using ClusterShape = cute::Shape<cute::Int<kCluster>, cute::_1, cute::_1>;
   static constexpr bool kTransposed = kTransposed_;
   static constexpr bool kTest = kTest_;
@@ -51,14 +51,13 @@ struct GemmConfig {
   static constexpr int kParts = kTileN / kPartColumns;
   static constexpr int kAlignment = 16 / sizeof(Element);  // TMA: 16 bytes
 
-  static constexpr int kTeams = kTileM == 128 && kTileN == 128 ? 2 : 1;
+  static constexpr int kTeams = kTileN == 256 ? 1 : 2;
   static constexpr int kTeamThreads = kTileN == 256 ? 256 : 128;
   static constexpr int kTeamWarps = kTeamThreads / 32;
   static constexpr int kThreads = 128 + kTeams * kTeamThreads;
   // Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS
   // gives its producers 40; the communication warp would spill there (96 to 344 bytes), at 72
-  // nothing does. 256 threads have enough as they are.
-  static constexpr bool kMoveRegisters = kThreads > 256;
+  // nothing does.
   static constexpr int kProducerRegisters = 72;
   static constexpr int kConsumerRegisters = 216;
 
@@ -72,10 +71,7 @@ struct GemmConfig {
       kAlignment, Element, LayoutB, kAlignment, float, TileShape, ClusterShape,
       cutlass::gemm::collective::StageCountAutoCarveout<kOtherBytes>,
       cute::conditional_t<(kTeams > 1), cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                          cute::conditional_t<(kTeamThreads > 128),
-                                              cutlass::gemm::KernelTmaWarpSpecializedCooperative,
-                                              cutlass::gemm::KernelTmaWarpSpecialized>>>::
-      CollectiveOp;
+                          cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
   static_assert(cute::size(typename Mainloop::TiledMma{}) == kTeamThreads);
 
   using Plan = TilePlan<Element, kParts>;  // gemm_a2a
@@ -104,15 +100,11 @@ JU_D WarpRole RoleOfWarp() {
 // Moves registers from the first warp group to the consumers. By whole warp groups.
 template <class C>
 JU_D void TakeRegisters() {
-  if constexpr (C::kMoveRegisters) {
-    cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
-  }
+  cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
 }
 template <class C>
 JU_D void GiveRegisters() {
-  if constexpr (C::kMoveRegisters) {
-    cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-  }
+  cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
 }
 
 // A barrier of the whole cluster, of one CTA too. What threads wrote before it, also into shared

@@ -47,12 +47,11 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     char* const slot = call.info.peers.heap[g.rank] + call.info.layout.slot(index);
     PlanTile<C::kPartColumns>(plan, pull, slot, unit, cta % C::kCluster);
   };
-  auto plan_first = [&] {
-    if (role != WarpRole::kWatcher || first_unit >= order.num_units) return;
+  if (role == WarpRole::kWatcher && first_unit < order.num_units) {
+    // The first plan beside what BeginRank waits for.
     plan_tile(plans.Room(), first_unit);
     if (plans_removed) plans.CopyFirst();
-  };
-  if (plans_removed) plan_first();
+  }
   BeginRank<C::kTest>(call, shared.rank);
   if (threadIdx.x == 0) {
     C::Ring::Init(shared.ring);
@@ -63,10 +62,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     ptx::BarrierInitFence();
   }
   auto pipeline = MakePipeline<C>(shared);
-  ClusterArrive();
-  // Takes 2,000 cycles, most of them for what no cache holds yet. Nobody else waits so long.
-  if (!plans_removed) plan_first();
-  ClusterWait();
+  ClusterSync();
 
   const int32_t k_tiles = static_cast<int32_t>(CeilDiv(p.depth, C::kTileK));
   const bool run = !AnyAborted<C>(shared);
