@@ -74,10 +74,9 @@ def initialize(
         None for 64 MiB on CPUs and 512 MiB on GPUs. A call that needs more is
         refused with the size that it needs. On GPUs it must fit beside the
         memory that XLA takes when it starts (XLA_PYTHON_CLIENT_MEM_FRACTION).
-      sm_budget: multiprocessors of each GPU that a call may take; None for all or,
-        where several ranks share a GPU, so many that each finds room for its
-        kernels while the others wait: 62, 24, 10 of 132 for 2, 4, 8 ranks. At
-        least 2 for fused kernels, whose tiles are made by pairs of CTAs.
+      sm_budget: multiprocessors of each GPU that a call may take, 2 at least for a
+        fused one; None for all or, where ranks share a GPU, so many that each finds
+        room while the others wait: 62, 24, 10 of 132 for 2, 4, 8 ranks.
 
     Returns:
       What was set up, and for each implementation that this mesh cannot serve, why.

@@ -10,6 +10,11 @@ import numpy as np
 from tests.helpers import mapping_oracle
 
 
+def _einsum(subscripts, *operands):
+    """numpy's einsum through BLAS: without it wide weights take minutes."""
+    return np.einsum(subscripts, *operands, optimize=True)
+
+
 def wide(*arrays):
     """Arrays as float64 (None stays None)."""
     return tuple(
@@ -42,7 +47,7 @@ def qkv_proj_gradients(x, w, heads, num_ranks, cotangents, zigzag=False):
         for c, m in zip(wide(*cotangents), heads)
     ]
     dy = np.concatenate([p.reshape(*p.shape[:2], -1) for p in parts], axis=-1)
-    return dy @ w.T, np.einsum("bsd,bsc->dc", x, dy), dy.sum((0, 1))
+    return dy @ w.T, _einsum("bsd,bsc->dc", x, dy), dy.sum((0, 1))
 
 
 def out_proj(a, w, bias, num_ranks, zigzag=False):
@@ -60,7 +65,7 @@ def out_proj_gradients(a, w, num_ranks, dy, zigzag=False):
     flat = a.reshape(*a.shape[:2], -1)
     return (
         (dy @ w.T).reshape(a.shape),
-        np.einsum("bsc,bsd->cd", flat, dy),
+        _einsum("bsc,bsd->cd", flat, dy),
         dy.sum((0, 1)),
     )
 
@@ -104,7 +109,7 @@ class Attention:
         self.group = self.q.shape[2] // self.k.shape[2]
         self.scale = 1 / np.sqrt(self.q.shape[-1])
         keys, values = (np.repeat(t, self.group, axis=2) for t in (self.k, self.v))
-        logits = np.einsum("bsnh,btnh->bnst", self.q, keys) * self.scale
+        logits = _einsum("bsnh,btnh->bnst", self.q, keys) * self.scale
         logits = np.where(mask[:, None], logits, -np.inf)
         top = np.max(logits, axis=-1, keepdims=True)
         if self.sinks is not None:
@@ -118,18 +123,18 @@ class Attention:
             total = total + extra
             self.sink_p = extra / total
         self.p = weights / np.where(total == 0, 1, total)
-        self.out = np.einsum("bnst,btnh->bsnh", self.p, values)
+        self.out = _einsum("bnst,btnh->bsnh", self.p, values)
 
     def gradients(self, dout):
         """dq, dk, dv, dsinks (None without sinks)."""
         (dout,) = wide(dout)
         keys, values = (np.repeat(t, self.group, axis=2) for t in (self.k, self.v))
-        dp = np.einsum("bsnh,btnh->bnst", dout, values)
+        dp = _einsum("bsnh,btnh->bnst", dout, values)
         inner = np.sum(dp * self.p, axis=-1, keepdims=True)
         dlogits = self.p * (dp - inner)
-        dq = np.einsum("bnst,btnh->bsnh", dlogits, keys) * self.scale
-        dk = np.einsum("bnst,bsnh->btnh", dlogits, self.q) * self.scale
-        dv = np.einsum("bnst,bsnh->btnh", self.p, dout)
+        dq = _einsum("bnst,btnh->bsnh", dlogits, keys) * self.scale
+        dk = _einsum("bnst,bsnh->btnh", dlogits, self.q) * self.scale
+        dv = _einsum("bnst,bsnh->btnh", self.p, dout)
         dsinks = None
         if self.sinks is not None:
             dsinks = np.sum(-self.sink_p * inner, axis=(0, 2, 3))
@@ -260,7 +265,7 @@ class Layer:
         (dout,) = wide(dout)
         g = {}
         flat = self.a.reshape(*self.a.shape[:2], -1)
-        g["w_out"] = np.einsum("bsc,bsd->cd", flat, dout)
+        g["w_out"] = _einsum("bsc,bsd->cd", flat, dout)
         g["b_out"] = dout.sum((0, 1))
         da = (dout @ self.p["w_out"].T).reshape(self.a.shape)
         if self.padding is not None:
@@ -277,7 +282,7 @@ class Layer:
             dk, g["k_norm"] = self._norm_rope_gradient(dk, self.k_norm)
             dy = np.concatenate([dq, dk, dv], axis=2)
         dy = dy.reshape(*dy.shape[:2], -1)
-        g["w_qkv"] = np.einsum("bsd,bsc->dc", self.x, dy)
+        g["w_qkv"] = _einsum("bsd,bsc->dc", self.x, dy)
         g["b_qkv"] = dy.sum((0, 1))
         g["x"] = dy @ self.p["w_qkv"].T
         given = {n for n, v in self.p.items() if v is not None}
