@@ -86,14 +86,19 @@ Status ResidentCtas(const Entry& entry, const Device& device, int32_t& ctas) {
   return {};
 }
 
-Status LoadAll() {
+// Everything that is asked of the driver but once: before a first call, because the driver may make
+// a device wait with such a question while a kernel on another one waits for this device.
+Status LoadAll(const Device& device) {
   Status status;
-  for (const auto& entry : A2aGemmRegistry()) {
-    if (status.ok()) status = LoadKernel(entry);
-  }
-  for (const auto& entry : GemmA2aRegistry()) {
-    if (status.ok()) status = LoadKernel(entry);
-  }
+  auto load = [&](const auto& registry) {
+    for (const auto& entry : registry) {
+      int32_t ctas = 0;
+      if (status.ok()) status = LoadKernel(entry);
+      if (status.ok()) status = ResidentCtas(entry, device, ctas);
+    }
+  };
+  load(A2aGemmRegistry());
+  load(GemmA2aRegistry());
   if (status.ok()) status = LoadKernel(ExchangeEntry());
   if (status.ok()) status = LoadKernel(PsumEntry());
   return status;
@@ -116,7 +121,8 @@ Status CurrentDevice(Device& device) {
     if (major != 9) {
       return {Status::Code::kUnsupported, "the CUDA kernels need compute capability 9.0 (Hopper)"};
     }
-    const Status status = LoadAll();
+    device.sms = count;
+    const Status status = LoadAll(device);
     if (!status.ok()) return status;
     sms[device.index] = count;
   }
