@@ -23,7 +23,6 @@ LONG_FILES: dict[str, str] = {
     "jax_ulysses/attention.py": "one function, a third of it docstrings",
     "jax_ulysses/split.py": "seven operators, mostly docstrings, over two helpers",
     "models/attention.py": "one module class, a third of it docstrings",
-    "cuda/include/jax_ulysses/gemm/cta.h": "one CTA's roles, which share its barriers",
     "cuda/kernels/launch.cc": "checks and launch of each entry, side by side",
     "cuda/tests/gpu/exchange_test.cu": "cases over one fixture",
     "cuda/tests/operators_test.cc": "cases of one operator set over one fixture",

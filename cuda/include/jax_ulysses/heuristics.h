@@ -12,7 +12,7 @@
 namespace jax_ulysses {
 
 // Tiles are made of column blocks of kBlockColumns. The CTAs of a cluster make tiles one above the
-// other (gemm/cta.h).
+// other (gemm/config.h).
 struct TileShape {
   TilePolicy policy;
   int32_t rows;

@@ -15,7 +15,8 @@
 #include "jax_ulysses/exchange/copy_gathered.h"
 #include "jax_ulysses/exchange/push.h"
 #include "jax_ulysses/exchange/sum_gathered.h"
-#include "jax_ulysses/gemm/cta.h"
+#include "jax_ulysses/gemm/consumer.h"
+#include "jax_ulysses/gemm/producer.h"
 
 namespace jax_ulysses {
 

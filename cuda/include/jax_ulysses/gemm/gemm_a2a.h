@@ -9,7 +9,8 @@
 #include "jax_ulysses/exchange/output_tiles.h"
 #include "jax_ulysses/exchange/pull.h"
 #include "jax_ulysses/gemm/a2a_gemm.h"
-#include "jax_ulysses/gemm/cta.h"
+#include "jax_ulysses/gemm/consumer.h"
+#include "jax_ulysses/gemm/producer.h"
 
 namespace jax_ulysses {
 
