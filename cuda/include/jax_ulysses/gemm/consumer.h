@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warp groups after the first: the matrix products. What they store, and where, is the kernel's
-// business (store_tile.h).
+// The matrix products of a CTA. What is stored, and where, is the kernel's business (store_tile.h).
 #ifndef JAX_ULYSSES_GEMM_CONSUMER_H_
 #define JAX_ULYSSES_GEMM_CONSUMER_H_
 
