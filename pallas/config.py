@@ -35,7 +35,9 @@ class GemmConfig:
       tile_n: columns of a CTA's tile.
       tile_k: columns of A in one pipeline stage.
       stages: of the pipeline from global to shared memory.
-      split: the dimension in which the two consumer warpgroups divide the tile.
+      split: what the two consumer warpgroups divide among themselves: the rows of
+        each tile, its columns, or the tiles, of which each takes every second one and
+        stores it while the other multiplies.
       cluster: 2 CTAs load the operand that their tiles share once, by multicast; 1
         for none.
       cluster_dim: the dimension in which a cluster's tiles are neighbours.
@@ -47,7 +49,7 @@ class GemmConfig:
     tile_n: int = 256
     tile_k: int = 64
     stages: int = 4
-    split: Literal["m", "n"] = "m"
+    split: Literal["m", "n", "tiles"] = "m"
     cluster: int = 1
     cluster_dim: Literal["m", "n"] = "m"
     band: int = 8
@@ -65,10 +67,15 @@ class GemmConfig:
         The cut is at a multiple of 64, the widest swizzle, so that 320 columns are
         192 and 128.
         """
-        if self.split == "m":
+        if self.split != "n":
             return ((0, self.tile_n),) * CONSUMERS
         cut = math.ceil(self.tile_n / CONSUMERS / 64) * 64
         return (0, cut), (cut, self.tile_n)
+
+    @property
+    def teams(self) -> int:
+        """Sets of consumers with tiles, and so with barriers, of their own."""
+        return CONSUMERS if self.split == "tiles" else 1
 
     @property
     def step_m(self) -> int:
@@ -88,7 +95,7 @@ class GemmConfig:
         """Shared memory of a CTA whose epilogue stores ``piece`` columns at a time."""
         stage = (self.tile_m + self.tile_n) * self.tile_k
         staged = CONSUMERS * EPILOGUE_SLOTS * EPILOGUE_ROWS * piece
-        barriers = 2 * self.stages * 8
+        barriers = 2 * self.stages * self.teams * 8
         return (
             (stage * self.stages + staged) * ELEMENT_BYTES + barriers + RESERVED_BYTES
         )
@@ -166,14 +173,12 @@ def refusal(
 # round of tiles, and in later ones. Fitted to an H200's times of 141 pairs of shape and
 # tiling (M = 512 to 2048, 13 pairs of N and K from 2048 to 15360): off by 3 % (RMS), by
 # 11 % at worst. Of the 39 shapes, each gets the fastest of its tilings or one that took
-# 0.8 % more. Whether 128x128 is faster with a cluster depends on the rounds; why is not
-# known. 128x160 is not here because its boxes are only 32 columns wide: a third slower
-# than XLA's dot. docs/pallas.md says what else was measured and left out.
+# 0.8 % more. 128x160 is not here because its boxes are only 32 columns wide: a third
+# slower than XLA's dot. docs/pallas.md says what else was measured and left out.
 CANDIDATES = (
     (GemmConfig(), 0.62, 0.65),
     (GemmConfig(tile_n=192), 0.47, 0.49),
-    (GemmConfig(tile_n=128, stages=6, cluster=2), 0.38, 0.33),
-    (GemmConfig(tile_n=128, stages=6), 0.35, 0.40),
+    (GemmConfig(tile_n=128, stages=6, split="tiles"), 0.36, 0.338),
     (GemmConfig(tile_m=64, tile_n=320, split="n", band=32), 0.41, 0.43),
     (GemmConfig(tile_m=64, tile_n=192, split="n", band=32, stages=6), 0.26, 0.265),
     (GemmConfig(tile_m=64, tile_n=128, split="n", stages=8), 0.20, 0.19),
@@ -197,7 +202,9 @@ def choose(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
         rounds = math.ceil(tiles_m * tiles_n / max(num_sms // config.cluster, 1))
         steps = math.ceil(k / config.tile_k) * (first + later * (rounds - 1))
         area = config.tile_m * config.tile_n / (128 * 256)
+        # In turns, all tiles but the last are stored beside the multiplication.
+        stores = rounds if config.teams == 1 else 1
         margin = 1.0 if candidate is CANDIDATES[0] else _MARGIN
-        return margin * (steps + _TILE_US * area * rounds)
+        return margin * (steps + _TILE_US * area * stores)
 
     return min(CANDIDATES, key=predicted_us)[0]

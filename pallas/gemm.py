@@ -60,7 +60,7 @@ def gemm(
             (CONSUMERS, EPILOGUE_SLOTS, EPILOGUE_ROWS, piece), piece, plan.dtype
         ),
         # One arrival by the load of A, one by the load of W.
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages * config.teams),
         empty=_empty_barrier(config),
     )
     operands = [*a, w] if bias is None else [*a, w, _pad_bias(bias, plan)]
@@ -103,14 +103,14 @@ def _swizzled(shape, columns: int, dtype):
 
 
 def _empty_barrier(config: GemmConfig):
-    if config.cluster == 1:
-        return plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=config.stages)
-    # A multicast overwrites the slot in both CTAs.
-    return plgpu.ClusterBarrier(
-        collective_axes=("cluster",),
-        num_arrivals=CONSUMERS,
-        num_barriers=config.stages,
+    arrivals = dict(
+        num_arrivals=CONSUMERS // config.teams,
+        num_barriers=config.stages * config.teams,
     )
+    if config.cluster == 1:
+        return plgpu.Barrier(**arrivals)
+    # A multicast overwrites the slot in both CTAs.
+    return plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
 
 
 def _pad_bias(bias: jax.Array, plan: Plan) -> jax.Array:

@@ -18,6 +18,11 @@ full[s]     TMA, when both operands of the      both consumers, before WGMMA rea
 empty[s]    each consumer of the cluster, when  the producer, before TMA overwrites
             its WGMMA has read the slot         the slot
 ==========  ==================================  =====================================
+
+With ``split="tiles"`` each consumer is a *team* that multiplies and stores every second
+tile. The slots go on being used in the order of the steps, but each team has barriers
+of its own: who waits at a barrier has to see each of its phases, and a team does not
+see those of the other's tiles.
 """
 
 import functools
@@ -52,8 +57,8 @@ def cta(
       a_smem: [stages, rows, columns].
       w_smem: [stages, ...], a tile as it lies in memory.
       out_smem: [consumers, slots, rows, columns] of the epilogue.
-      full: a barrier a stage.
-      empty: a barrier a stage.
+      full: a barrier a stage, of each team.
+      empty: a barrier a stage, of each team.
       store: what stores a piece of a block, as ``store_locally``.
     """
     a_refs, rest = refs[: len(plan.a)], refs[len(plan.a) :]
@@ -76,33 +81,54 @@ def cta(
         )
         _consume(group, a_smem, w_smem, full, empty, epilogue, plan)
 
-    if plan.config.split == "m":
-        pl.when(wg < CONSUMERS)(lambda: consume(wg))
-    else:
+    if plan.config.split == "n":
         # Each warpgroup has columns of its own, and so code of its own.
         for group in range(CONSUMERS):
             pl.when(wg == group)(functools.partial(consume, group))
+    else:
+        pl.when(wg < CONSUMERS)(lambda: consume(wg))
 
 
-def _for_each_tile(plan: Plan, body) -> None:
+def _num_tiles(plan: Plan):
+    """Tiles of this CTA."""
+    clusters, cluster = lax.axis_size("clusters"), lax.axis_index("clusters")
+    return lax.div(plan.tiles[0] * plan.tiles[1] - cluster + clusters - 1, clusters)
+
+
+def _for_each_tile(plan: Plan, body, first=0, stride: int = 1) -> None:
     """Calls body(first row, first column, first pipeline step) for a CTA's tiles.
 
-    All warpgroups of a CTA walk the same tiles in the same order.
+    All warpgroups of a CTA walk the same tiles in the same order, or every
+    ``stride``-th of them from ``first`` on.
     """
     config = plan.config
+    clusters, cluster = lax.axis_size("clusters"), lax.axis_index("clusters")
     cta = lax.axis_index("cluster")
 
-    @plgpu.nd_loop((plan.tiles[0] * plan.tiles[1],), collective_axes="clusters")
-    def _(loop):
+    def tile(i, _):
+        local = first + i * stride
         m, n = plgpu.planar_snake(
-            loop.index[0], plan.tiles, "mn".index(config.band_dim), config.band
+            local * clusters + cluster,
+            plan.tiles,
+            "mn".index(config.band_dim),
+            config.band,
         )
         m, n = m * config.step_m, n * config.step_n
         if config.cluster > 1 and config.cluster_dim == "m":
             m = m + cta * config.tile_m
         elif config.cluster > 1:
             n = n + cta * config.tile_n
-        body(m, n, loop.local_index * plan.k_steps)
+        body(m, n, local * plan.k_steps)
+
+    count = lax.div(_num_tiles(plan) - first + stride - 1, stride)
+    lax.fori_loop(0, count, tile, None)
+
+
+def _team(step, plan: Plan):
+    """Who multiplies what pipeline step ``step`` loads."""
+    if plan.config.teams == 1:
+        return 0
+    return lax.rem(lax.div(step, plan.k_steps), plan.config.teams)
 
 
 def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
@@ -110,18 +136,26 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
     shared = {"m": "w", "n": "a"}[config.cluster_dim] if config.cluster > 1 else None
     multicast = {x: "cluster" if shared == x else None for x in "aw"}
 
+    def wait_until_empty(step):
+        """Until who had the slot of a step before has read it."""
+        team = _team(lax.max(step - config.stages, 0), plan)
+        slot = lax.rem(step, config.stages)
+        plgpu.barrier_wait(empty.at[team * config.stages + slot])
+
     def tile(m, n, step):
+        team = _team(step, plan)
         for ref, segment in zip(a_refs, plan.a):
             per_block = plan.k_tiles(segment)
 
             def load(i, _, ref=ref, segment=segment, per_block=per_block, step=step):
                 block, k = lax.div(i, per_block), lax.rem(i, per_block) * config.tile_k
                 slot = lax.rem(step + i, config.stages)
-                plgpu.barrier_wait(empty.at[slot])
+                wait_until_empty(step + i)
+                arrived = full.at[team * config.stages + slot]
                 plgpu.copy_gmem_to_smem(
                     ref.at[block, pl.ds(m, config.tile_m), pl.ds(k, config.tile_k)],
                     a_smem.at[slot],
-                    full.at[slot],
+                    arrived,
                     collective_axes=multicast["a"],
                 )
                 row = segment.start + block * segment.width + k
@@ -131,7 +165,7 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
                 plgpu.copy_gmem_to_smem(
                     w_ref.at[index[::-1] if plan.w_transposed else index],
                     w_smem.at[slot],
-                    full.at[slot],
+                    arrived,
                     collective_axes=multicast["w"],
                 )
 
@@ -141,9 +175,11 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
     _for_each_tile(plan, tile)
 
     # No CTA leaves while another one of its cluster can still arrive at its barriers.
+    end = _num_tiles(plan) * plan.k_steps
+
     @pl.loop(0, config.stages)
-    def _(slot):
-        plgpu.barrier_wait(empty.at[slot])
+    def _(i):
+        wait_until_empty(end + i)
 
 
 def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
@@ -152,17 +188,20 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
     It may be traced if all warpgroups have the same columns.
     """
     config = plan.config
+    team = 0 if config.teams == 1 else group
     rows, row = slice(None), 0
     if config.split == "m":
         row = group * config.group_m
         rows = pl.ds(row, config.group_m)
-    column, stop = config.group_columns[0 if config.split == "m" else group]
+    column, stop = config.group_columns[group if config.split == "n" else 0]
     columns = pl.ds(column, stop - column)
 
-    # Every slot is empty at first.
-    @pl.loop(0, config.stages)
-    def _(slot):
-        plgpu.barrier_arrive(empty.at[slot])
+    # Every slot is empty at first; the producer asks the first team.
+    @pl.when(team == 0)
+    def _():
+        @pl.loop(0, config.stages)
+        def _(slot):
+            plgpu.barrier_arrive(empty.at[slot])
 
     def tile(m, n, step):
         @functools.partial(
@@ -171,7 +210,7 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
         def _(acc):
             def multiply(k):
                 slot = lax.rem(step + k, config.stages)
-                plgpu.barrier_wait(full.at[slot])
+                plgpu.barrier_wait(full.at[team * config.stages + slot])
                 if plan.w_transposed:
                     w = w_smem.at[slot, columns].transpose((1, 0))
                 else:
@@ -179,7 +218,8 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
                 plgpu.wgmma(acc, a_smem.at[slot, rows], w)
 
             def release(k):
-                plgpu.barrier_arrive(empty.at[lax.rem(step + k, config.stages)])
+                slot = lax.rem(step + k, config.stages)
+                plgpu.barrier_arrive(empty.at[team * config.stages + slot])
 
             def one_step(k, _):
                 multiply(k)
@@ -193,7 +233,7 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
             release(plan.k_steps - 1)
             epilogue(acc[...], m + row, n + column)
 
-    _for_each_tile(plan, tile)
+    _for_each_tile(plan, tile, team, config.teams)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

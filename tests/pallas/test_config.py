@@ -123,6 +123,7 @@ def test_candidates_keep_the_widest_swizzle(w_transposed):
         ((512, 5120, 5120), (64, 320)),
         ((512, 4096, 4096), (128, 128)),
         ((1024, 5120, 2880), (64, 320)),
+        ((2048, 5120, 2880), (128, 128)),
         ((1024, 9216, 4096), (128, 192)),
         ((1024, 4096, 4096), (128, 256)),
         ((65536, 7168, 5120), (128, 256)),
@@ -140,10 +141,15 @@ def test_choice_fills_the_sms():
     assert 100 < tiles_m * tiles_n * small.cluster <= 132
 
 
-def test_clusters_are_for_more_than_one_round():
-    """Both of 128x128: 128 tiles, and 640."""
-    one, five = (
-        configs.choose(m, n, 5120, 132) for m, n in [(512, 4096), (2048, 5120)]
-    )
-    assert (one.tile_n, one.cluster) == (128, 1)
-    assert (five.tile_n, five.cluster) == (128, 2)
+@pytest.mark.parametrize("n", [2880, 5120])
+def test_turns_hide_the_epilogue_of_several_rounds(n):
+    """2048x5120 has 640 tiles of 128x128: what each costs besides counts five times."""
+    config = configs.choose(2048, 5120, n, 132)
+    assert (config.tile_n, config.split, config.teams) == (128, "tiles", 2)
+
+
+def test_teams_have_barriers_of_their_own():
+    halves = GemmConfig(tile_n=128, stages=6)
+    turns = dataclasses.replace(halves, split="tiles")
+    assert turns.smem_bytes(64) - halves.smem_bytes(64) == 2 * 6 * 8
+    assert turns.group_m == 128 and turns.group_columns == ((0, 128), (0, 128))
