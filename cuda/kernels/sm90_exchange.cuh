@@ -31,6 +31,7 @@ struct PsumParams {
 template <bool kTest>
 struct ExchangeShared {
   using Ring = CopyRing<4, 8192, kTest>;
+  static_assert(Ring::kBytes >= kSumScratchBytes);
   typename Ring::Storage rings[kExchangeWarps];
   HandOffStorage<int32_t> hand_offs[kExchangeSenders];
   SharedCredit credit;
@@ -76,13 +77,13 @@ JU_D void Receive(const ExchangeParams& p, Protocol& protocol,
     CopyPlain<kTest>(copy, p.call.hooks);
   }
   if (p.args.sum_replicas != SumType::kNone) {
-    SumReplicas<kTest>(p.args, protocol, p.call.hooks, worker, workers);
+    SumReplicas<kTest>(p.args, protocol, p.call.hooks, ring.IdleData(), worker, workers);
   }
 }
 template <bool kTest, class Protocol>
-JU_D void Receive(const PsumParams& p, Protocol& protocol, typename ExchangeShared<kTest>::Ring&,
-                  int32_t worker, int32_t workers) {
-  PsumAdd<kTest>(p.args, protocol, p.call.hooks, worker, workers);
+JU_D void Receive(const PsumParams& p, Protocol& protocol,
+                  typename ExchangeShared<kTest>::Ring& ring, int32_t worker, int32_t workers) {
+  PsumAdd<kTest>(p.args, protocol, p.call.hooks, ring.IdleData(), worker, workers);
 }
 
 template <bool kTest, class Params>
@@ -206,7 +207,8 @@ inline void BuildPsum(const PsumCall& call, const LaunchPlan& plan, void* memory
   a.rank = call.info.rank;
   a.piece_bytes = static_cast<int32_t>(
       Max(1024, RoundUp(CeilDiv(a.bytes, call.info.layout.flags_per_source), 16)));
-  a.bulk = a.bytes % 16 == 0 && reinterpret_cast<uintptr_t>(call.in) % 16 == 0;
+  a.bulk = a.bytes % 16 == 0 &&
+           (reinterpret_cast<uintptr_t>(call.in) | reinterpret_cast<uintptr_t>(call.out)) % 16 == 0;
   p.call.outputs[p.call.num_outputs++] = {a.out, a.bytes};
 }
 

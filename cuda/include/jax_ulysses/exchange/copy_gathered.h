@@ -8,10 +8,19 @@
 
 namespace jax_ulysses {
 
+// How many pieces of a source, a power of two, are waited for and gathered at a time: a wait takes
+// about 1.2 us, however much it is for, and a copy of full chunks is faster than one of short ones.
+// As many as leave every worker several items, of `blocks` blocks of `pieces` pieces.
+JU_HD constexpr int32_t JoinedPieces(int32_t pieces, int32_t blocks, int32_t most,
+                                     int32_t workers) {
+  constexpr int32_t kItemsEach = 4;
+  int32_t join = 1;
+  while (2 * join <= most && blocks * (pieces / (2 * join)) >= kItemsEach * workers) join *= 2;
+  return join;
+}
+
 // The order in which what has arrived is copied into the gathered operand: that in which the GEMM
-// consumes, so that the rows are likely in the cache. An item is one piece of a source or, where
-// that leaves every worker several items, two, four or eight of them: a wait takes about 1.2 us,
-// however much it is for, and a copy of full chunks is faster than one of short ones.
+// consumes, so that the rows are likely in the cache. An item is one or more pieces of a source.
 struct GatherOrder {
   PushOrder order;
   int32_t item_rows;
@@ -21,17 +30,13 @@ struct GatherOrder {
     int32_t begin;  // row
   };
 
-  static constexpr int32_t kItemsEach = 4;
   static constexpr int32_t kMostPieces = 8;
 
   JU_HD static constexpr GatherOrder Make(const Geometry& g, int32_t window_rows, int32_t workers) {
     const int32_t pieces = static_cast<int32_t>(CeilDiv(g.rows, kPieceRows));
     const int32_t most =
         window_rows / kPieceRows < kMostPieces ? window_rows / kPieceRows : kMostPieces;
-    int32_t join = 1;
-    while (2 * join <= most && g.num_ranks * (pieces / (2 * join)) >= kItemsEach * workers) {
-      join *= 2;
-    }
+    const int32_t join = JoinedPieces(pieces, g.num_ranks, most, workers);
     // As many pieces as there are items of a source.
     const int32_t rows = static_cast<int32_t>(CeilDiv(pieces, join)) * kPieceRows;
     return {{g.num_ranks, g.rank, rows, 0, window_rows / kPieceRows / join}, join * kPieceRows};

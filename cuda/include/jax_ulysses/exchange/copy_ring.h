@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One warp that moves bytes with bulk copies: global -> shared ring -> global. It owns a small ring
 // in shared memory and keeps loads and stores in flight at the same time. What it moves: strip.h.
+// The lead lane copies a chunk that is contiguous; of others each lane copies some of the rows.
 #ifndef JAX_ULYSSES_EXCHANGE_COPY_RING_H_
 #define JAX_ULYSSES_EXCHANGE_COPY_RING_H_
 
@@ -25,6 +26,7 @@ class CopyRing {
   static constexpr int kSignalLag = kStages / 2;
   static_assert(kStages >= 2 && kStages <= 8 && kStageBytes % 128 == 0);
 
+  static constexpr int kBytes = kStages * kStageBytes;
   struct Storage {
     alignas(128) char data[kStages][kStageBytes];
     alignas(8) uint64_t full[kStages];
@@ -38,7 +40,13 @@ class CopyRing {
   }
 
   JU_D CopyRing(Storage& storage, const TestHooks& hooks)
-      : storage_(storage), hooks_(hooks), lead_(threadIdx.x % 32 == 0) {}
+      : storage_(storage),
+        hooks_(hooks),
+        lane_(static_cast<int32_t>(threadIdx.x % 32)),
+        lead_(lane_ == 0) {}
+
+  // kBytes of shared memory, for other things when nothing is under way; no Run after that.
+  JU_D char* IdleData() { return &storage_.data[0][0]; }
 
   // Whole warp. May be called again with other work. On return all stores are complete.
   template <class Work>
@@ -153,20 +161,22 @@ class CopyRing {
     }
     const bool last = row_end && rows == strip_.rows;
     const char* source = strip_.source + offset_;
+    uint64_t* full = &storage_.full[load_.stage];
+    char* data = storage_.data[load_.stage];
     if (lead_) {
-      uint64_t* full = &storage_.full[load_.stage];
-      char* data = storage_.data[load_.stage];
-      ptx::BarrierExpect(full, rows * bytes);
-      if (rows == 1 || strip_.source_pitch == bytes) {
-        ptx::BulkLoad(data, source, rows * bytes, full);
-      } else {
-        for (int32_t row = 0; row < rows; ++row) {
-          ptx::BulkLoad(data + row * bytes,
-                        source + static_cast<int64_t>(row) * strip_.source_pitch, bytes, full);
-        }
-      }
       storage_.pending[load_.stage] = {strip_.dest + offset_, rows, bytes, strip_.dest_pitch,
                                        last ? strip_.signal : kNoSignal};
+      ptx::BarrierExpect(full, rows * bytes);
+    }
+    // Every lane has waited for its stores from this stage, and has read what was pending before.
+    __syncwarp();
+    if (rows == 1 || strip_.source_pitch == bytes) {
+      if (lead_) ptx::BulkLoad(data, source, rows * bytes, full);
+    } else {
+      for (int32_t row = lane_; row < rows; row += 32) {
+        ptx::BulkLoad(data + row * bytes, source + static_cast<int64_t>(row) * strip_.source_pitch,
+                      bytes, full);
+      }
     }
     ++loaded_;
     load_.Advance();
@@ -182,30 +192,31 @@ class CopyRing {
   }
 
   JU_D void Store() {
-    if (lead_) {
-      ptx::BarrierWait(&storage_.full[store_.stage], store_.parity);
-      const Chunk chunk = storage_.pending[store_.stage];
-      char* data = storage_.data[store_.stage];
-      if (chunk.rows == 1 || chunk.pitch == chunk.row_bytes) {
-        ptx::BulkStore(chunk.dest, data, chunk.rows * chunk.row_bytes);
-      } else {
-        for (int32_t row = 0; row < chunk.rows; ++row) {
-          ptx::BulkStore(chunk.dest + static_cast<int64_t>(row) * chunk.pitch,
-                         data + row * chunk.row_bytes, chunk.row_bytes);
-        }
+    ptx::BarrierWait(&storage_.full[store_.stage], store_.parity);
+    const Chunk chunk = storage_.pending[store_.stage];
+    char* data = storage_.data[store_.stage];
+    if (chunk.rows == 1 || chunk.pitch == chunk.row_bytes) {
+      if (lead_) ptx::BulkStore(chunk.dest, data, chunk.rows * chunk.row_bytes);
+    } else {
+      for (int32_t row = lane_; row < chunk.rows; row += 32) {
+        ptx::BulkStore(chunk.dest + static_cast<int64_t>(row) * chunk.pitch,
+                       data + row * chunk.row_bytes, chunk.row_bytes);
       }
-      ptx::BulkCommit();
-      if (TestHooks::Adversary<kTest>(hooks_)) Overwrite(data, chunk.rows * chunk.row_bytes);
-      storage_.signals[stored_ % 16] = chunk.signal;
-      unsignalled_ = unsignalled_ << 1 | (chunk.signal != kNoSignal ? 1u : 0u);
     }
+    // A group of every lane, empty or not: all count alike.
+    ptx::BulkCommit();
+    if (TestHooks::Adversary<kTest>(hooks_)) Overwrite(data, chunk.rows * chunk.row_bytes);
+    if (lead_) storage_.signals[stored_ % 16] = chunk.signal;
+    unsignalled_ = unsignalled_ << 1 | (chunk.signal != kNoSignal ? 1u : 0u);
     ++stored_;
     store_.Advance();
   }
 
-  // Lead. The adversary overwrites a stage as soon as nothing but the edge "ring" forbids it.
+  // The adversary overwrites a stage as soon as nothing but the edge "ring" forbids it.
   JU_D void Overwrite(char* data, int32_t bytes) {
     if (!TestHooks::Removed<kTest>(hooks_, kEdgeRing)) ptx::BulkWaitRead<0>();
+    __syncwarp();
+    if (!lead_) return;
     // From the end, which a store reads last.
     for (int32_t i = bytes - 16; i >= 0; i -= 16) {
       *reinterpret_cast<uint4*>(data + i) = make_uint4(~0u, ~0u, ~0u, ~0u);
@@ -230,11 +241,14 @@ class CopyRing {
   JU_D void Signal(Work& work, int age) {
     if ((unsignalled_ >> age & 1) == 0) return;
     unsignalled_ &= ~(1u << age);
-    work.Signal(storage_.signals[(stored_ - 1 - age) % 16]);
+    // All lanes have waited for their stores.
+    __syncwarp();
+    if (lead_) work.Signal(storage_.signals[(stored_ - 1 - age) % 16]);
   }
 
   Storage& storage_;
   const TestHooks& hooks_;
+  const int32_t lane_;
   const bool lead_;
   bool more_ = false;  // strip_ is not empty
   Strip strip_;
@@ -242,7 +256,7 @@ class CopyRing {
   Cursor load_, store_;
   uint32_t loaded_ = 0;
   uint32_t stored_ = 0;
-  uint32_t unsignalled_ = 0;  // lead only: bit i is the chunk stored i chunks before the last
+  uint32_t unsignalled_ = 0;  // bit i is the chunk stored i chunks before the last
 };
 
 }  // namespace jax_ulysses

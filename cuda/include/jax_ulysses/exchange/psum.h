@@ -31,7 +31,8 @@ struct PsumArgs {
 }  // namespace jax_ulysses
 
 #if defined(__CUDACC__)
-#include "jax_ulysses/exchange/sum_replicas.h"
+#include "jax_ulysses/exchange/exchange.h"
+#include "jax_ulysses/exchange/sum_vectors.h"
 
 namespace jax_ulysses {
 
@@ -77,10 +78,9 @@ JU_D void PublishPiece(const PsumArgs& args, Protocol& protocol, int32_t item) {
 }
 
 template <bool kTest, class Protocol>
-JU_D void PsumAdd(const PsumArgs& args, Protocol& protocol, const TestHooks& hooks, int32_t worker,
-                  int32_t workers) {
+JU_D void PsumAdd(const PsumArgs& args, Protocol& protocol, const TestHooks& hooks, char* scratch,
+                  int32_t worker, int32_t workers) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
-  const int32_t size = args.type == SumType::kF32 ? 4 : 2;
   for (int32_t piece = worker; piece < args.num_pieces(); piece += workers) {
     const int64_t start = static_cast<int64_t>(piece) * args.piece_bytes;
     const int64_t stop = start + Min(args.piece_bytes, args.bytes - start);
@@ -94,15 +94,11 @@ JU_D void PsumAdd(const PsumArgs& args, Protocol& protocol, const TestHooks& hoo
     }
     if (!AllLanes(ok)) return;
     TestHooks::DelayRead<kTest>(hooks);
-    for (int64_t i = start / size + lane; i < stop / size; i += 32) {
-      float sum = 0;
-      for (int32_t r = 0; r < args.num_ranks; ++r) {
-        const char* vector =
-            r == args.rank ? args.in : protocol.Slot(args.rank) + r * args.stride();
-        sum += LoadAsFloat(vector, i, args.type);
-      }
-      StoreFloat(args.out, i, args.type, sum);
-    }
+    SumRows(args.type, args.bulk, scratch, args.out + start, 0, 1,
+            static_cast<int32_t>(stop - start), args.num_ranks, [&](int32_t r) {
+              return (r == args.rank ? args.in : protocol.Slot(args.rank) + r * args.stride()) +
+                     start;
+            });
   }
 }
 

@@ -184,8 +184,10 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       if (communicates && push.gathered != nullptr) {
         GatherWork<C::kTest, Protocol> gather(push, protocol, call.hooks, cta, call.ctas);
         ring.Run(gather);
-        SumGathered<C::kTest, cute::is_same_v<typename C::Element, cutlass::half_t>>(
-            push, protocol, call.hooks, cta, call.ctas);
+        constexpr SumType kType =
+            cute::is_same_v<typename C::Element, cutlass::half_t> ? SumType::kF16 : SumType::kBf16;
+        static_assert(C::Ring::kBytes >= kSumScratchBytes);
+        SumGathered<C::kTest, kType>(push, protocol, call.hooks, ring.IdleData(), cta, call.ctas);
       }
     } else if (run && pushes && role == WarpRole::kPublisher) {
       SharedCredit::Ask(shared.credit, protocol);

@@ -106,6 +106,13 @@ JU_D void BulkWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// Sixteen bytes, global -> shared, by the generic proxy; the thread sees them after CopyWaitAll.
+JU_D void CopyAsync16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(SharedAddress(shared)), "l"(global)
+               : "memory");
+}
+JU_D void CopyWaitAll() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Orders what the generic proxy observed or wrote before what the async proxy does next.
 JU_D void ProxyFence() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
