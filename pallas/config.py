@@ -38,10 +38,7 @@ class GemmConfig:
       split: what the two consumer warpgroups divide among themselves: the rows of
         each tile, its columns, or the tiles, of which each takes every second one and
         stores it while the other multiplies.
-      cluster: 2 CTAs load the operand that their tiles share once, by multicast; 1
-        for none.
-      cluster_dim: the dimension in which a cluster's tiles are neighbours.
-      band: width, in tiles or clusters, of the bands in which tiles are visited.
+      band: width, in tiles, of the bands in which tiles are visited.
       band_dim: the dimension that runs fastest inside a band.
     """
 
@@ -50,8 +47,6 @@ class GemmConfig:
     tile_k: int = 64
     stages: int = 4
     split: Literal["m", "n", "tiles"] = "m"
-    cluster: int = 1
-    cluster_dim: Literal["m", "n"] = "m"
     band: int = 8
     band_dim: Literal["m", "n"] = "m"
 
@@ -77,19 +72,9 @@ class GemmConfig:
         """Sets of consumers with tiles, and so with barriers, of their own."""
         return CONSUMERS if self.split == "tiles" else 1
 
-    @property
-    def step_m(self) -> int:
-        """Rows of one cluster's tiles."""
-        return self.tile_m * (self.cluster if self.cluster_dim == "m" else 1)
-
-    @property
-    def step_n(self) -> int:
-        """Columns of one cluster's tiles."""
-        return self.tile_n * (self.cluster if self.cluster_dim == "n" else 1)
-
     def tiles(self, m: int, n: int) -> tuple[int, int]:
-        """Clusters' tiles in both dimensions; the last ones may reach over the edge."""
-        return math.ceil(m / self.step_m), math.ceil(n / self.step_n)
+        """Tiles in both dimensions; the last ones may reach over the edge."""
+        return math.ceil(m / self.tile_m), math.ceil(n / self.tile_n)
 
     def smem_bytes(self, piece: int) -> int:
         """Shared memory of a CTA whose epilogue stores ``piece`` columns at a time."""
@@ -172,8 +157,7 @@ def refusal(
 # Tilings worth having, and what a pipeline step costs in microseconds: in the first
 # round of tiles, and in later ones. Fitted to an H200's times of 141 pairs of shape and
 # tiling (M = 512 to 2048, 13 pairs of N and K from 2048 to 15360): off by 3 % (RMS), by
-# 11 % at worst. Of the 39 shapes, each gets the fastest of its tilings or one that took
-# 0.8 % more. 128x160 is not here because its boxes are only 32 columns wide: a third
+# 11 % at worst; turns to those of 20 shapes in a later run. 128x160 is not here because its boxes are only 32 columns wide: a third
 # slower than XLA's dot. docs/pallas.md says what else was measured and left out.
 CANDIDATES = (
     (GemmConfig(), 0.62, 0.65),
@@ -199,7 +183,7 @@ def choose(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
     def predicted_us(candidate) -> float:
         config, first, later = candidate
         tiles_m, tiles_n = config.tiles(m, n)
-        rounds = math.ceil(tiles_m * tiles_n / max(num_sms // config.cluster, 1))
+        rounds = math.ceil(tiles_m * tiles_n / num_sms)
         steps = math.ceil(k / config.tile_k) * (first + later * (rounds - 1))
         area = config.tile_m * config.tile_n / (128 * 256)
         # In turns, all tiles but the last are stored beside the multiplication.

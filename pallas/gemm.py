@@ -13,7 +13,6 @@ from jax_ulysses.pallas.config import (
     EPILOGUE_ROWS,
     EPILOGUE_SLOTS,
     ROW_MULTIPLE,
-    GemmConfig,
     piece_columns,
     swizzle_columns,
 )
@@ -61,7 +60,10 @@ def gemm(
         ),
         # One arrival by the load of A, one by the load of W.
         full=plgpu.Barrier(num_arrivals=2, num_barriers=config.stages * config.teams),
-        empty=_empty_barrier(config),
+        empty=plgpu.Barrier(
+            num_arrivals=CONSUMERS // config.teams,
+            num_barriers=config.stages * config.teams,
+        ),
     )
     operands = [*a, w] if bias is None else [*a, w, _pad_bias(bias, plan)]
     like = jax.typeof(a[0])
@@ -77,10 +79,8 @@ def gemm(
         functools.partial(body, plan=plan),
         out_type=out_type,
         scratch_types=scratch,
-        grid=(max(num_sms // config.cluster, 1),),
-        grid_names=("clusters",),
-        cluster=(config.cluster,),
-        cluster_names=("cluster",),
+        grid=(num_sms,),
+        grid_names=("ctas",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
@@ -102,18 +102,7 @@ def _swizzled(shape, columns: int, dtype):
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _empty_barrier(config: GemmConfig):
-    arrivals = dict(
-        num_arrivals=CONSUMERS // config.teams,
-        num_barriers=config.stages * config.teams,
-    )
-    if config.cluster == 1:
-        return plgpu.Barrier(**arrivals)
-    # A multicast overwrites the slot in both CTAs.
-    return plgpu.ClusterBarrier(collective_axes=("cluster",), **arrivals)
-
-
 def _pad_bias(bias: jax.Array, plan: Plan) -> jax.Array:
     """Tiles that reach over the last column read a bias there, too."""
-    missing = plan.tiles[1] * plan.config.step_n - bias.shape[0]
+    missing = plan.tiles[1] * plan.config.tile_n - bias.shape[0]
     return jnp.pad(bias, (0, missing)) if missing else bias

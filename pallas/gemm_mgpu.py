@@ -15,8 +15,8 @@ barrier     who arrives, when                   who waits, before what
 ==========  ==================================  =====================================
 full[s]     TMA, when both operands of the      both consumers, before WGMMA reads
             slot are in shared memory           the slot
-empty[s]    each consumer of the cluster, when  the producer, before TMA overwrites
-            its WGMMA has read the slot         the slot
+empty[s]    each consumer, when its WGMMA has   the producer, before TMA overwrites
+            read the slot                       the slot
 ==========  ==================================  =====================================
 
 With ``split="tiles"`` each consumer is a *team* that multiplies and stores every second
@@ -91,8 +91,8 @@ def cta(
 
 def _num_tiles(plan: Plan):
     """Tiles of this CTA."""
-    clusters, cluster = lax.axis_size("clusters"), lax.axis_index("clusters")
-    return lax.div(plan.tiles[0] * plan.tiles[1] - cluster + clusters - 1, clusters)
+    ctas, cta = lax.axis_size("ctas"), lax.axis_index("ctas")
+    return lax.div(plan.tiles[0] * plan.tiles[1] - cta + ctas - 1, ctas)
 
 
 def _for_each_tile(plan: Plan, body, first=0, stride: int = 1) -> None:
@@ -102,23 +102,17 @@ def _for_each_tile(plan: Plan, body, first=0, stride: int = 1) -> None:
     ``stride``-th of them from ``first`` on.
     """
     config = plan.config
-    clusters, cluster = lax.axis_size("clusters"), lax.axis_index("clusters")
-    cta = lax.axis_index("cluster")
+    ctas, cta = lax.axis_size("ctas"), lax.axis_index("ctas")
 
     def tile(i, _):
         local = first + i * stride
         m, n = plgpu.planar_snake(
-            local * clusters + cluster,
+            local * ctas + cta,
             plan.tiles,
             "mn".index(config.band_dim),
             config.band,
         )
-        m, n = m * config.step_m, n * config.step_n
-        if config.cluster > 1 and config.cluster_dim == "m":
-            m = m + cta * config.tile_m
-        elif config.cluster > 1:
-            n = n + cta * config.tile_n
-        body(m, n, local * plan.k_steps)
+        body(m * config.tile_m, n * config.tile_n, local * plan.k_steps)
 
     count = lax.div(_num_tiles(plan) - first + stride - 1, stride)
     lax.fori_loop(0, count, tile, None)
@@ -133,8 +127,6 @@ def _team(step, plan: Plan):
 
 def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
     config = plan.config
-    shared = {"m": "w", "n": "a"}[config.cluster_dim] if config.cluster > 1 else None
-    multicast = {x: "cluster" if shared == x else None for x in "aw"}
 
     def wait_until_empty(step):
         """Until who had the slot of a step before has read it."""
@@ -156,7 +148,6 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
                     ref.at[block, pl.ds(m, config.tile_m), pl.ds(k, config.tile_k)],
                     a_smem.at[slot],
                     arrived,
-                    collective_axes=multicast["a"],
                 )
                 row = segment.start + block * segment.width + k
                 # Past the end of a block come rows that belong to the next one; they
@@ -166,7 +157,6 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
                     w_ref.at[index[::-1] if plan.w_transposed else index],
                     w_smem.at[slot],
                     arrived,
-                    collective_axes=multicast["w"],
                 )
 
             lax.fori_loop(0, segment.blocks * per_block, load, None)
@@ -174,7 +164,7 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
 
     _for_each_tile(plan, tile)
 
-    # No CTA leaves while another one of its cluster can still arrive at its barriers.
+    # So that every phase of every barrier has been seen.
     end = _num_tiles(plan) * plan.k_steps
 
     @pl.loop(0, config.stages)

@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def tiles(self) -> tuple[int, int]:
-        """Tiles of a cluster in M and in N."""
+        """Tiles in M and in N."""
         return self.config.tiles(self.rows, self.columns)
 
     @property

@@ -61,8 +61,7 @@ def _cta(*refs, axis_name: str, num_ranks: int, **kwargs):
                 )
 
     cta(*refs, store=store, **kwargs)
-    wg, cluster = lax.axis_index("wg"), lax.axis_index("clusters")
-    ctas = lax.axis_size("clusters") * lax.axis_size("cluster")
+    wg = lax.axis_index("wg")
 
     @pl.when(wg < CONSUMERS)
     def _():
@@ -71,6 +70,7 @@ def _cta(*refs, axis_name: str, num_ranks: int, **kwargs):
             *(plgpu.SemaphoreSignal(done, device_id=peer) for peer in peers)
         )
 
-    @pl.when((wg == 0) & (cluster == 0) & (lax.axis_index("cluster") == 0))
+    @pl.when((wg == 0) & (lax.axis_index("ctas") == 0))
     def _():
-        pl.semaphore_wait(done, value=num_ranks * ctas * CONSUMERS, decrement=False)
+        arrivals = num_ranks * lax.axis_size("ctas") * CONSUMERS
+        pl.semaphore_wait(done, value=arrivals, decrement=False)

@@ -23,6 +23,9 @@ def cases(num_ranks: int) -> dict[str, Case]:
         "out-64x320": Case("a2a_out_proj", 1, 500, 5120, 2 * p, p, 64, "bfloat16"),
         "qkv-64x320": Case("qkv_proj_a2a", 1, 500, 5120, 2 * p, p, 64, "float16"),
         "qkv-64x192": Case("qkv_proj_a2a", 1, 500, 3072, 2 * p, p, 64, "bfloat16"),
+        # Tiles of 128x128 in turns, in the second case in the backward.
+        "out-turns": Case("a2a_out_proj", 1, 500, 3584, 2 * p, p, 64, "bfloat16"),
+        "qkv-turns": Case("qkv_proj_a2a", 1, 500, 3584, 2 * p, p, 64, "float16"),
         "features": Case("a2a_proj/features", 3, 24, 640, p, p, 64, "bfloat16"),
     }
     if p > 2:

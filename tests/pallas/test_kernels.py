@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel in Pallas's interpreter, against numpy; each case in its own process.
 
-The interpreter knows no clusters. tests/gpu has the kernel on a GPU.
+tests/gpu has the kernel on a GPU.
 """
 
 import json
