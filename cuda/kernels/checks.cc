@@ -110,12 +110,12 @@ int64_t SlotBytes(const PsumCall& call) {
          RoundUp(call.count * (call.type == SumType::kF32 ? 4 : 2), 16);
 }
 
-Status CheckCall(const GemmA2aCall& call, int32_t tile_rows, int32_t /*tile_columns*/) {
+Status CheckCall(const GemmA2aCall& call, int32_t tile_rows, int32_t tile_columns) {
   Status status = CheckShapes(call, call.depth, "D");
   if (!status.ok()) return status;
   const Geometry g = GeometryOf(call);
   // Flags do not depend on how tiles are put together.
-  const int32_t block_columns = BlockColumns(g, call.w_transposed);
+  const int32_t block_columns = BlockColumns(g, call.w_transposed, tile_columns);
   const TileOrder order = TileOrder::Make(g, tile_rows, block_columns, block_columns, 1);
   status = CheckHeap(call.info.layout, call.exchange.num_ranks, SlotBytes(call), order.num_flags());
   if (!status.ok()) return status;

@@ -50,6 +50,14 @@ void Build(const A2aGemmCall& call, const LaunchPlan& plan, void* memory) {
     p.args.own_block[seg] = SourceBlockOffset(g, seg, g.rank, sizeof(Element));
     p.from_input[seg] =
         MakeOperands<C>(call.parts[seg], {g.rows * g.num_ranks, g.columns[seg], 1}, call.w, w);
+    if (call.gathered != nullptr) {
+      auto* begin = static_cast<Element*>(call.gathered) + g.block_begin(seg, 0);
+      p.gathered[seg] =
+          MakeOperands<C>(
+              begin, {g.rows, g.columns[seg], g.num_blocks(seg), g.fused_columns, g.columns[seg]},
+              call.w, w)
+              .tma_load_a;
+    }
     for (int slot = 0; slot < call.info.layout.num_slots; ++slot) {
       p.from_slot[slot][seg] = MakeOperands<C>(
           SlotAddress(call.info, slot) + SourceBlockOffset(g, seg, 0, sizeof(Element)),
@@ -74,8 +82,8 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
   FillRankCall(call, plan, p.call);
   const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
   p.args.geometry = g;
-  p.args.order =
-      TileOrder::Make(g, C::kTileM, C::kTileN, BlockColumns(g, C::kTransposed), C::kCluster);
+  p.args.order = TileOrder::Make(g, C::kTileM, C::kTileN,
+                                 BlockColumns(g, C::kTransposed, C::kTileN), C::kCluster);
   p.args.element_bytes = sizeof(Element);
   p.args.own_in_place = g.TilesFollowRuns(C::kTileM);
   p.depth = static_cast<int32_t>(call.depth);
@@ -91,9 +99,10 @@ void Build(const GemmA2aCall& call, const LaunchPlan& plan, void* memory) {
 }
 
 constexpr TilePolicy PolicyOf(int rows, int columns) {
-  return columns == 256 ? TilePolicy::k128x256
-         : rows == 128  ? TilePolicy::k128x128
-                        : TilePolicy::k64x128;
+  return columns == 256   ? TilePolicy::k128x256
+         : columns == 192 ? TilePolicy::k128x192
+         : rows == 128    ? TilePolicy::k128x128
+                          : TilePolicy::k64x128;
 }
 
 template <template <class> class Params, class Call, class C>

@@ -15,7 +15,7 @@ void TestBlockColumns() {
     ex.local_tokens = 512;
     ex.head_dim = head_dim;
     for (int64_t h : heads) ex.heads[ex.num_segments++] = h;
-    return BlockColumns(MakeGeometry(ex, 0, 1), transposed);
+    return BlockColumns(MakeGeometry(ex, 0, 1), transposed, 256);
   };
   JU_CHECK(columns({64, 8, 8}, 64, false) == 64);  // 512, 64 and 64 columns a rank
   JU_CHECK(columns({64, 8, 8}, 64, true) == 128);  // with w [N,K] it is as it is
@@ -23,6 +23,8 @@ void TestBlockColumns() {
   JU_CHECK(columns({8, 8, 8}, 192, false) == 64);  // 3 * 64 instead of 2 * 128
   JU_CHECK(columns({8, 8, 8}, 80, false) == 128);  // 2 * 64 are no less
   JU_CHECK(columns({8, 8, 8}, 128, false) == 128);
+  JU_CHECK(BlockColumns(Geometry{}, false, 192) == 64 &&
+           BlockColumns(Geometry{}, false, 128) == 128);
 }
 
 // The tile choice: whole waves of whole tiles.
@@ -46,7 +48,8 @@ void TestHeuristics() {
   // Fewer tiles than CTAs: smaller ones keep more of them busy.
   JU_CHECK(ChooseTile(make(128, 8192, 1), 132, all) == TilePolicy::k64x128);
   JU_CHECK(ChooseTile(make(512, 4096, 1), 132, all) == TilePolicy::k128x128);
-  JU_CHECK(ChooseTile(make(512, 6144, 1), 132, all) == TilePolicy::k128x256);  // 192 of 128x128
+  JU_CHECK(ChooseTile(make(512, 6144, 1), 132, all) == TilePolicy::k128x192);  // 128, one wave
+  JU_CHECK(ChooseTile(make(512, 7168, 1), 132, all) == TilePolicy::k128x256);  // 112, one wave
   // Two and a half waves: smaller ones waste less of the last.
   JU_CHECK(ChooseTile(make(2048, 5120, 1), 132, all) == TilePolicy::k128x128);
   // Half of the rows of a tile would be empty.
@@ -59,12 +62,14 @@ void TestHeuristics() {
   JU_CHECK(ChooseTile(make(1, 8, 1), 1, [](TilePolicy) { return false; }) == TilePolicy::kAuto);
   JU_CHECK(NumUnits(make(300, 300, 2), kTileShapes[0]) == 2 * 3);  // of 3 x 6 blocks
   JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[0]) == 2 * 5);  // of 3 x 9
-  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 2 * 9);
-  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[2]) == 3 * 9);
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[1]) == 2 * 5);  // of 3 x 15 narrow ones
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[2]) == 2 * 9);
+  JU_CHECK(NumUnits(make(300, 300, 3), kTileShapes[3]) == 3 * 9);
   TileProblem narrow = make(300, 64, 5);
-  narrow.block_columns = 64;
+  narrow.narrow = true;
   JU_CHECK(NumUnits(narrow, kTileShapes[0]) == 2 * 2);  // of 3 x 5 blocks, four a tile
-  JU_CHECK(NumUnits(narrow, kTileShapes[1]) == 2 * 3);
+  JU_CHECK(NumUnits(narrow, kTileShapes[1]) == 2 * 2);  // three
+  JU_CHECK(NumUnits(narrow, kTileShapes[2]) == 2 * 3);
   JU_CHECK(DefaultCommCtas(A2aGemmCall(), 132) == 33 && DefaultCommCtas(A2aGemmCall(), 16) == 16);
   JU_CHECK(DefaultCommCtas(GemmA2aCall(), 132) == 132);
   // Windows: eight units wide, at least a unit and at most kWindowRows high.

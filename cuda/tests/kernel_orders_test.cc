@@ -5,10 +5,10 @@
 #include <tuple>
 
 #include "check.h"
-#include "jax_ulysses/exchange/copy_gathered.h"
 #include "jax_ulysses/exchange/geometry.h"
 #include "jax_ulysses/exchange/pull.h"
 #include "jax_ulysses/exchange/push.h"
+#include "jax_ulysses/exchange/sum_gathered.h"
 #include "jax_ulysses/heuristics.h"
 
 namespace jax_ulysses {
@@ -46,11 +46,11 @@ void TestGeometry(const HeadExchange& ex, int64_t batch) {
 
 void TestTiles(const HeadExchange& ex, int64_t batch, const TileShape& tile,
                int32_t block_columns) {
-  const int32_t parts = tile.blocks * kBlockColumns / block_columns;
+  const int32_t parts = tile.columns / block_columns;
   for (int rank = 0; rank < ex.num_ranks; ++rank) {
     const Geometry g = MakeGeometry(ex, rank, batch);
     const TileOrder order =
-        TileOrder::Make(g, tile.rows, tile.blocks * kBlockColumns, block_columns, tile.cluster);
+        TileOrder::Make(g, tile.rows, tile.columns, block_columns, tile.cluster);
     std::set<std::tuple<int, int, int, int>> made;  // segment, block, row block, column block
     std::set<std::tuple<int, int>> raised;          // dest, flag
     int empty = 0;
@@ -142,33 +142,6 @@ void TestPulls(const HeadExchange& ex, int64_t batch) {
 }
 
 // Every item is pushed by one CTA, in order; the head by all of them.
-// What is copied into the gathered operand: every piece of every source once, whatever is joined,
-// the own block first and whole items wherever there are enough of them.
-void TestGatherOrder(const HeadExchange& ex, int64_t batch) {
-  for (int rank = 0; rank < ex.num_ranks; ++rank) {
-    const Geometry g = MakeGeometry(ex, rank, batch);
-    for (int32_t window_rows : {128, 256, 384, 512}) {
-      for (int32_t workers : {1, 3, 16, 132}) {
-        const GatherOrder order = GatherOrder::Make(g, window_rows, workers);
-        JU_CHECK(order.item_rows % kPieceRows == 0 && order.item_rows <= window_rows);
-        JU_CHECK(order.item_rows == kPieceRows ||
-                 order.num_items() >= GatherOrder::kItemsEach * workers);
-        std::set<std::tuple<int, int>> copied;  // source, piece
-        for (int32_t i = 0; i < order.num_items(); ++i) {
-          const GatherOrder::Item item = order.At(i);
-          if (i == 0) JU_CHECK(item.source == rank && item.begin == 0);
-          JU_CHECK(item.begin < g.rows);
-          for (int32_t row = item.begin; row < item.begin + order.item_rows && row < g.rows;
-               row += kPieceRows) {
-            JU_CHECK(copied.insert({item.source, row / kPieceRows}).second);
-          }
-        }
-        JU_CHECK(static_cast<int64_t>(copied.size()) == g.num_ranks * CeilDiv(g.rows, kPieceRows));
-      }
-    }
-  }
-}
-
 void TestPushShares() {
   for (int32_t ctas : {1, 16, 66, 132}) {
     for (int32_t comm : {1, 5, 16, 44, 132}) {
@@ -191,6 +164,22 @@ void TestPushShares() {
   }
 }
 
+// What is added up at a time fits into a tile, and every worker has several items wherever there
+// are enough of them.
+void TestJoinedPieces() {
+  for (int32_t pieces : {1, 3, 32, 512, 4096}) {
+    for (int32_t blocks : {1, 4}) {
+      for (int32_t workers : {1, 16, 132}) {
+        const int32_t join = JoinedPieces(pieces, blocks, workers);
+        JU_CHECK(join == 1 || join == 2 || join == 4);
+        JU_CHECK(join * kPieceRows <= 64);
+        JU_CHECK(join == 1 || blocks * (pieces / join) >= 4 * workers);
+        if (pieces * blocks >= 32 * workers) JU_CHECK(join == 4);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jax_ulysses
 
@@ -207,11 +196,10 @@ int main() {
             TestGeometry(ex, batch);
             for (const TileShape& tile : kTileShapes) {
               for (int32_t block_columns : {kBlockColumns / 2, kBlockColumns}) {
-                TestTiles(ex, batch, tile, block_columns);
+                if (tile.columns % block_columns == 0) TestTiles(ex, batch, tile, block_columns);
               }
             }
             TestPulls(ex, batch);
-            TestGatherOrder(ex, batch);
           }
         }
       }
@@ -219,5 +207,6 @@ int main() {
   }
   TestOutputTiles();
   TestPushShares();
+  TestJoinedPieces();
   return testing::Finish("kernel_orders_test");
 }

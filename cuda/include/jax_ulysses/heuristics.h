@@ -11,28 +11,29 @@
 
 namespace jax_ulysses {
 
-// Tiles are made of column blocks of kBlockColumns. The CTAs of a cluster make tiles one above the
-// other (gemm/config.h).
+// The CTAs of a cluster make tiles one above the other (gemm/config.h).
 struct TileShape {
   TilePolicy policy;
   int32_t rows;
-  int32_t blocks;
+  int32_t columns;
   int32_t cluster;
   // Rate of a full wave relative to the best tile.
   double efficiency;
 };
 
 inline constexpr TileShape kTileShapes[] = {
-    {TilePolicy::k128x256, 128, 2, 2, 1.0},
-    {TilePolicy::k128x128, 128, 1, 2, 0.98},
-    {TilePolicy::k64x128, 64, 1, 2, 0.75},
+    {TilePolicy::k128x256, 128, 256, 2, 1.0},
+    {TilePolicy::k128x192, 128, 192, 2, 0.98},
+    {TilePolicy::k128x128, 128, 128, 2, 0.98},
+    {TilePolicy::k64x128, 64, 128, 2, 0.75},
 };
 
-// What a GEMM looks like to the tile choice: `blocks[i]` column blocks of `columns[i]` columns,
-// each padded to a multiple of `block_columns`.
+// What a GEMM looks like to the tile choice: `blocks[i]` blocks of `columns[i]` columns, each
+// padded to whole column blocks; `narrow`: of half of kBlockColumns, as they always are in a tile
+// of no multiple of that.
 struct TileProblem {
   int64_t rows = 0;
-  int32_t block_columns = kBlockColumns;
+  bool narrow = false;
   int num_kinds = 0;
   int64_t columns[kMaxFusedSegments] = {};
   int64_t blocks[kMaxFusedSegments] = {};
@@ -41,18 +42,19 @@ struct TileProblem {
 // What clusters make: tiles one above the other. The column blocks of a row are put together as
 // they come, across the problem's blocks.
 inline int64_t NumUnits(const TileProblem& problem, const TileShape& tile) {
+  const bool narrow = problem.narrow || tile.columns % kBlockColumns != 0;
+  const int64_t block = narrow ? kBlockColumns / 2 : kBlockColumns;
   int64_t columns = 0;
   for (int i = 0; i < problem.num_kinds; ++i) {
-    columns += problem.blocks[i] * CeilDiv(problem.columns[i], problem.block_columns);
+    columns += problem.blocks[i] * RoundUp(problem.columns[i], block);
   }
-  return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.cluster) *
-         CeilDiv(columns * problem.block_columns, tile.blocks * kBlockColumns);
+  return CeilDiv(CeilDiv(problem.rows, tile.rows), tile.cluster) * CeilDiv(columns, tile.columns);
 }
 
-// Time in units of one CTA and 128 rows of one column block: whole waves of whole units.
+// Time in units of a CTA's tile of 128x128: whole waves of whole units.
 inline double TileCost(const TileProblem& problem, const TileShape& tile, int32_t ctas) {
   const int64_t waves = CeilDiv(NumUnits(problem, tile), ctas / tile.cluster);
-  return static_cast<double>(waves * tile.blocks * tile.rows) / (128 * tile.efficiency);
+  return static_cast<double>(waves * tile.columns * tile.rows) / (128 * 128 * tile.efficiency);
 }
 
 // The cheapest tile; earlier ones win ties. `available(policy)` says what is compiled.
@@ -75,7 +77,7 @@ inline TileProblem ProblemOf(const GemmA2aCall& call) {
   const Geometry g = MakeGeometry(call.exchange, call.info.rank, call.batch);
   TileProblem problem;
   problem.rows = g.rows;
-  problem.block_columns = BlockColumns(g, call.w_transposed);
+  problem.narrow = BlockColumns(g, call.w_transposed, kBlockColumns) < kBlockColumns;
   problem.num_kinds = g.num_segments;
   for (int seg = 0; seg < g.num_segments; ++seg) {
     problem.columns[seg] = g.columns[seg];

@@ -23,7 +23,13 @@ enum class ElementType : int32_t { kBf16 = 0, kF16 = 1 };
 enum class SumType : int32_t { kNone = 0, kF32 = 1, kBf16 = 2, kF16 = 3 };
 
 // Output tile of a CTA. kAuto lets heuristics.h choose.
-enum class TilePolicy : int32_t { kAuto = 0, k128x256 = 1, k128x128 = 2, k64x128 = 3 };
+enum class TilePolicy : int32_t {
+  kAuto = 0,
+  k128x256 = 1,
+  k128x128 = 2,
+  k64x128 = 3,
+  k128x192 = 4
+};
 
 // Why something was refused or failed; empty is success.
 struct Status {

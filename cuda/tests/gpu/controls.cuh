@@ -43,6 +43,8 @@ inline constexpr Control kBulkWriteControls[] = {
 // who read them so, past every cache but L2,
 inline constexpr Control kBulkReadControls[] = {{"acquire fence", kEdgeAcquire, Seen::kNever},
                                                 {"proxy fence", kEdgeProxyFence, Seen::kNever}};
+// with asynchronous copies of the generic proxy, which pass L1 by too,
+inline constexpr Control kL2ReadControls[] = {{"acquire fence", kEdgeAcquire, Seen::kNever}};
 // or with plain loads, where L1 may hold what was there before.
 inline constexpr Control kPlainReadControls[] = {
     {"acquire fence", kEdgeAcquire, Seen::kByAdversary}};
@@ -51,6 +53,9 @@ inline constexpr Control kHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::
 // stored before a peer comes for them, unless the adversary holds them back.
 inline constexpr Control kLinkHandOffControls[] = {{"hand-off", kEdgeHandOff, Seen::kByAdversary}};
 inline constexpr Control kWatcherControls[] = {{"arrivals", kEdgeArrivals, Seen::kAlone}};
+// With a gathered operand: of the tiles that are stored out of the pipeline.
+inline constexpr Control kCopyControls[] = {{"tile copy", kEdgeCopyFull, Seen::kAlone},
+                                            {"tile copy, read", kEdgeCopyRead, Seen::kByAdversary}};
 inline constexpr Control kPlanControls[] = {{"tile plan", kEdgeTilePlan, Seen::kAlone}};
 // With slots across PCIe: by nothing but distance.
 inline constexpr Control kFarControls[] = {{"nothing, far slots", kEdgeNone},

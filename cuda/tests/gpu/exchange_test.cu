@@ -276,7 +276,7 @@ void Negative(int launches) {
   NegativeControls<ExchangeFixture>(gather, "gather plain", ControlVariants(false), launches,
                                     kPlainReadControls, kHandOffControls);
   NegativeControls<PsumFixture>(psum, "psum bulk", ControlVariants(true), launches,
-                                kShortRingControls, kBulkWriteControls, kPlainReadControls,
+                                kShortRingControls, kBulkWriteControls, kL2ReadControls,
                                 kHandOffControls);
   NegativeControls<PsumFixture>(psum, "psum plain", ControlVariants(false), launches,
                                 kPlainReadControls, kHandOffControls);

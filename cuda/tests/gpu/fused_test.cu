@@ -111,6 +111,18 @@ std::vector<Variant> ControlVariants(bool push) {
   return Variants(small, big);
 }
 
+// A CTA copies one, two or four of the 16 steps of K of a tile.
+std::vector<Variant> GatheredVariants() {
+  Shape s = StressShape(4, true, true);
+  s.gathered = true;
+  std::vector<Variant> variants;
+  for (int model : {1024, 2048, 4096}) {
+    s.model = model;
+    variants.push_back({s, 0, 20000, 0});
+  }
+  return variants;
+}
+
 template <class Fixture>
 void Negative(const KernelEntry<typename Fixture::Call>& entry, const char* op, int launches) {
   const auto variants = ControlVariants(Fixture::kPush);
@@ -160,13 +172,17 @@ int Main(int argc, char** argv) {
     CheckAll<A2aGemmFixture>(a2a, A2aGemmShapes(), "a2a_gemm");
     CheckAll<GemmA2aFixture>(ga, GemmA2aShapes(), "gemm_a2a");
   } else if (what == "small") {  // under compute-sanitizer
+    // With two CTAs a rank each makes several tiles, of more steps of K than the pipeline has
+    // stages; else one.
+    g_most_ctas = count;
     Shape s = StressShape(2, true, true);
     s.tokens = 140;
-    s.gathered = true;
+    if (count > 0) s.model = 512;
     for (const auto& e : Stressed<A2aGemmCall>()) Check<A2a>(s, e, "a2a_gemm");
     s = StressShape(4, false, false);
     s.tokens = 130;
     s.heads = {4, 2, 2};
+    if (count > 0) s.heads = {8, 4, 4}, s.model = 512;
     for (const auto& e : Stressed<GemmA2aCall>()) Check<Ga>(s, e, "gemm_a2a");
   } else if (what == "stress") {
     const int epochs = count > 0 ? count : 1000;
@@ -193,6 +209,9 @@ int Main(int argc, char** argv) {
     const int launches = count > 0 ? count : 30;
     Negative<A2a>(a2a[0], "a2a_gemm", launches);
     Negative<Ga>(ga[0], "gemm_a2a", launches);
+    Controls<A2a> copies(a2a[0], "a2a_gemm", GatheredVariants(), launches);
+    for (const Control& control : kNothing) copies.Run(control);
+    for (const Control& control : kCopyControls) copies.Run(control);
     const std::string name = Name(ga[1], "gemm_a2a");
     Controls<Ga> teams(ga[1], name.c_str(), ControlVariants(false), launches);
     for (const Control& control : kHandOffControls) teams.Run(control);

@@ -111,9 +111,11 @@ int Main() {
       a.zigzag = ranks == 4;
       Shape b = a;
       b.heads = {16, 8, 8}, b.batch = 2;
-      for (TilePolicy tile :
-           {TilePolicy::kAuto, TilePolicy::k128x256, TilePolicy::k128x128, TilePolicy::k64x128}) {
+      for (TilePolicy tile : {TilePolicy::kAuto, TilePolicy::k128x256, TilePolicy::k128x128,
+                              TilePolicy::k64x128, TilePolicy::k128x192}) {
         Check<A2aGemmFixture<__nv_bfloat16>>(a, ElementType::kBf16, transposed, tile, "a2a_gemm");
+        // Parts of 64 columns do not divide what a CTA of a cluster loads of w [N,K], 96.
+        if (transposed && tile == TilePolicy::k128x192) continue;
         Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, tile, "gemm_a2a");
       }
       Check<GemmA2aFixture<__nv_bfloat16>>(b, ElementType::kBf16, transposed, TilePolicy::k128x256,

@@ -33,8 +33,10 @@ inline Shape StressShape(int ranks, bool push, bool zigzag) {
   s.tokens = 512;
   s.heads = push ? std::vector<int>{16} : std::vector<int>{16, 8, 8};
   s.head_dim = 64;
-  s.model = 256;
   s.zigzag = zigzag;
+  // Six column blocks and more, each of which copies some of the steps of K.
+  s.gathered = push && zigzag;
+  s.model = s.gathered ? 1536 : 256;
   return s;
 }
 

@@ -58,6 +58,9 @@ inline std::vector<Shape> A2aGemmShapes() {
   add(4, 2, 150, {8, 2, 2}, 64, 320, true, true, true);
   add(8, 2, 256, {8, 1, 2}, 96, 256, true, false, true);
   add(4, 1, 2048, {32}, 128, 4096);
+  // Each CTA copies some of the steps of K, of several tiles.
+  add(2, 1, 2048, {16, 8, 8}, 128, 2560, false, false, true);
+  add(4, 1, 1000, {8, 4, 4}, 80, 1304, true, true, true);
   return shapes;
 }
 

@@ -202,9 +202,13 @@ inline int NumSms() {
   return sms;
 }
 
+// Of a rank, at most; 0: its share of the SMs. With few a CTA makes several tiles of a small shape.
+inline int g_most_ctas = 0;
+
 inline LaunchPlan PlanFor(int ranks, bool push) {
   LaunchPlan plan;
   plan.ctas = NumSms() * g_devices / ranks / 2 * 2;  // whole clusters
+  if (g_most_ctas > 0) plan.ctas = std::min(plan.ctas, g_most_ctas);
   plan.comm_ctas = push ? std::min(plan.ctas, kPushingCtas) : plan.ctas;
   return plan;
 }

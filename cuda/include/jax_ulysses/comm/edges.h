@@ -30,6 +30,8 @@ enum Edge : uint32_t {
   kEdgeArrivals = 1u << 16,      // the producer does not wait for the warp that watches arrivals
   kEdgeTilePlan = 1u << 17,      // neither plans nor their readers are waited for
   kEdgeTurn = 1u << 18,          // teams of consumers do not wait for each other
+  kEdgeCopyFull = 1u << 19,      // copy a tile out of shared memory before it has been loaded
+  kEdgeCopyRead = 1u << 20,      // load the next tile before the copy has read this one
   // As the template argument: the edges are taken from CallInfo::removed_edges.
   kEdgesAtRunTime = 1u << 31,
 };

@@ -39,11 +39,7 @@ class CopyRing {
     for (int i = 0; i < kStages; ++i) ptx::BarrierInit(&storage.full[i], 1);
   }
 
-  JU_D CopyRing(Storage& storage, const TestHooks& hooks)
-      : storage_(storage),
-        hooks_(hooks),
-        lane_(static_cast<int32_t>(threadIdx.x % 32)),
-        lead_(lane_ == 0) {}
+  JU_D CopyRing(Storage& storage, const TestHooks& hooks) : storage_(storage), hooks_(hooks) {}
 
   // kBytes of shared memory, for other things when nothing is under way; no Run after that.
   JU_D char* IdleData() { return &storage_.data[0][0]; }
@@ -51,15 +47,8 @@ class CopyRing {
   // Whole warp. May be called again with other work. On return all stores are complete.
   template <class Work>
   JU_D void Run(Work& work) {
-    Run(work, [] { return true; });
-  }
-
-  // The same; `may_store` is asked once, with the first loads under way. If it says no, nothing is
-  // stored.
-  template <class Work, class MayStore>
-  JU_D void Run(Work& work, MayStore&& may_store) {
     Start(work);
-    Finish(work, may_store);
+    Finish(work, [] { return true; });
   }
 
   // The same in two halves. The first loads need nothing but the ring.
@@ -73,6 +62,7 @@ class CopyRing {
     LoadAhead(work);
   }
 
+  // `may_store` is asked once, with the first loads under way. If it says no, nothing is stored.
   template <class Work, class MayStore>
   JU_D void Finish(Work& work, MayStore&& may_store) {
     bool asked = false;
@@ -180,11 +170,8 @@ class CopyRing {
     }
     ++loaded_;
     load_.Advance();
-    if (!row_end) {
-      offset_ += bytes;
-      return;
-    }
-    offset_ = 0;
+    offset_ = row_end ? 0 : offset_ + bytes;
+    if (!row_end) return;
     strip_.rows -= rows;
     if (strip_.rows == 0) return;
     strip_.source += static_cast<int64_t>(rows) * strip_.source_pitch;
@@ -203,8 +190,7 @@ class CopyRing {
                        data + row * chunk.row_bytes, chunk.row_bytes);
       }
     }
-    // A group of every lane, empty or not: all count alike.
-    ptx::BulkCommit();
+    ptx::BulkCommit();  // of every lane, empty or not: all count alike
     if (TestHooks::Adversary<kTest>(hooks_)) Overwrite(data, chunk.rows * chunk.row_bytes);
     if (lead_) storage_.signals[stored_ % 16] = chunk.signal;
     unsignalled_ = unsignalled_ << 1 | (chunk.signal != kNoSignal ? 1u : 0u);
@@ -248,8 +234,8 @@ class CopyRing {
 
   Storage& storage_;
   const TestHooks& hooks_;
-  const int32_t lane_;
-  const bool lead_;
+  const int32_t lane_ = static_cast<int32_t>(threadIdx.x % 32);
+  const bool lead_ = lane_ == 0;
   bool more_ = false;  // strip_ is not empty
   Strip strip_;
   int32_t offset_ = 0;  // bytes of the current row that are done, when a row is split

@@ -10,9 +10,10 @@ namespace jax_ulysses {
 
 // Columns of the blocks that tiles are made of. A block is padded to them: those of 64 waste less
 // if a rank has one KV head of 64, say. With w [N,K] a TMA box is as wide as what a CTA loads, so
-// there is no choice.
-JU_HD constexpr int32_t BlockColumns(const Geometry& g, bool w_transposed) {
+// there is no choice. A tile of 192 columns is made of three narrow ones.
+JU_HD constexpr int32_t BlockColumns(const Geometry& g, bool w_transposed, int32_t tile_columns) {
   constexpr int32_t kHalf = kBlockColumns / 2;
+  if (tile_columns % kBlockColumns != 0) return kHalf;
   for (int seg = 0; seg < g.num_segments; ++seg) {
     const int32_t rest = g.columns[seg] % kBlockColumns;
     if (!w_transposed && rest > 0 && rest <= kHalf) return kHalf;
@@ -23,7 +24,7 @@ JU_HD constexpr int32_t BlockColumns(const Geometry& g, bool w_transposed) {
 // Rank r makes the blocks of r+1, r+2, ..., its own last. Within a destination: windows of rows;
 // in a window column blocks of all segments; in a column block the row blocks of the window.
 //
-// A tile has one, two or four column blocks. Those of a rank are numbered through, over all
+// A tile has one to four column blocks. Those of a rank are numbered through, over all
 // destinations, so that the last tile of a destination may be shared with the next ones.
 // A unit is what a cluster makes at a time: tiles of the same columns, one above the other. What
 // has no rows or columns left is empty.
@@ -31,7 +32,7 @@ struct TileOrder {
   int32_t tile_rows;
   int32_t block_columns;
   int32_t tile_blocks;
-  int32_t tile_shift;  // log2 of tile_blocks
+  uint64_t tile_inverse;  // 2^32 / tile_blocks, rounded up
   int32_t cluster_rows;
   int32_t row_blocks;
   int32_t row_units;
@@ -59,7 +60,7 @@ struct TileOrder {
     order.tile_rows = tile_rows;
     order.block_columns = block_columns;
     order.tile_blocks = tile_columns / block_columns;
-    while (1 << order.tile_shift < order.tile_blocks) ++order.tile_shift;
+    order.tile_inverse = CeilDiv(int64_t{1} << 32, order.tile_blocks);
     order.cluster_rows = cluster_rows;
     order.row_blocks = static_cast<int32_t>(CeilDiv(g.rows, tile_rows));
     order.row_units = static_cast<int32_t>(CeilDiv(order.row_blocks, cluster_rows));
@@ -146,8 +147,10 @@ struct TileOrder {
   JU_HD constexpr int32_t Blocks(int32_t step) const {
     return static_cast<int32_t>(steps[step] & ((1u << kSegmentBit) - 1));
   }
-  // Tiles in a row that begin before column block `end`.
-  JU_HD constexpr int32_t Units(int32_t end) const { return (end + tile_blocks - 1) >> tile_shift; }
+  // Tiles in a row that begin before column block `end`: a division, which is exact up to 2^30.
+  JU_HD constexpr int32_t Units(int32_t end) const {
+    return static_cast<int32_t>(static_cast<uint64_t>(end + tile_blocks - 1) * tile_inverse >> 32);
+  }
 };
 
 }  // namespace jax_ulysses

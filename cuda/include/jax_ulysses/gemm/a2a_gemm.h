@@ -12,7 +12,6 @@
 #ifndef JAX_ULYSSES_GEMM_A2A_GEMM_H_
 #define JAX_ULYSSES_GEMM_A2A_GEMM_H_
 
-#include "jax_ulysses/exchange/copy_gathered.h"
 #include "jax_ulysses/exchange/push.h"
 #include "jax_ulysses/exchange/sum_gathered.h"
 #include "jax_ulysses/gemm/consumer.h"
@@ -32,8 +31,9 @@ struct A2aGemmParams {
   int32_t k_tiles = 0;
   typename C::Mainloop::Params from_slot[kMaxSlots][kMaxFusedSegments];
   typename C::Mainloop::Params from_input[kMaxFusedSegments];  // own block, if own_in_place
-  typename C::Element* output = nullptr;                       // y
-  const typename C::Element* bias = nullptr;                   // or null
+  typename Producer<C>::TensorMapA gathered[kMaxFusedSegments];
+  typename C::Element* output = nullptr;      // y
+  const typename C::Element* bias = nullptr;  // or null
 };
 
 template <class C>
@@ -83,16 +83,17 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       auto accumulator = Consumer<C>::MakeAccumulator();
       consumer.Accumulate(accumulator, i == first_unit, i + unit_stride >= num_units);
       const int32_t row = tile.row_block * C::kTileM;
+      constexpr int kColumns = C::kTileN % 128 == 0 ? 128 : 64;  // at a time
       auto store = [&](auto block) {
-        const int32_t column = tile.col_block * C::kTileN + block.value * kBlockColumns;
-        StoreColumns<block.value * kBlockColumns, kBlockColumns>(
+        const int32_t column = tile.col_block * C::kTileN + block.value * kColumns;
+        StoreColumns<block.value * kColumns, kColumns>(
             accumulator,
             TileOutput<typename C::Element>{p.output + int64_t{row} * p.width + column,
                                             p.bias == nullptr ? nullptr : p.bias + column, p.width,
                                             g.rows - row, p.width - column},
             Consumer<C>::thread());
       };
-      cute::for_each(cute::make_int_sequence<C::kTileN / kBlockColumns>{}, store);
+      cute::for_each(cute::make_int_sequence<C::kTileN / kColumns>{}, store);
     }
   } else {
     // First, because the consumers wait for these registers.
@@ -114,13 +115,15 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
     const bool run = !AnyAborted<C>(shared);
     const bool communicates = run && call.communicate;
     if (run && role == WarpRole::kProducer) {
-      Producer<C> producer(pipeline, shared);
+      const bool copies = call.communicate && push.gathered != nullptr;
+      Producer<C> producer(pipeline, shared, call.hooks, copies);
       Arrivals<C::kTest> arrivals(shared.arrivals, call.hooks);
       const int64_t slot = call.communicate ? protocol.slot_index() : 0;
       for (int32_t i = first_unit; i < num_units; i += unit_stride) {
         const OutputTiles::Tile tile = tiles.At(i, in_cluster);
         const int32_t row = tile.row_block * C::kTileM;
         const int32_t columns_of_w[1] = {tile.col_block * C::kTileN};
+        producer.BeginCopies(tile.col_block, tiles.col_blocks);
         for (int32_t step = 0; step < g.num_ranks; ++step) {
           int32_t source = g.rank + step;
           if (source >= g.num_ranks) source -= g.num_ranks;
@@ -132,7 +135,8 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
                           {g.rows, columns, g.num_ranks}, {g.fused_columns, p.width},
                           in_place ? g.HeadShardRows(g.rank, row).begin : row,
                           in_place ? 0 : source, g.block_begin(seg, source), columns_of_w,
-                          (columns + C::kTileK - 1) / C::kTileK);
+                          (columns + C::kTileK - 1) / C::kTileK,
+                          copies && !g.replicated(seg) ? &p.gathered[seg] : nullptr, row, source);
           }
         }
       }
@@ -182,8 +186,6 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       // Here and not before, because it waits for late peers.
       if (communicates && cta == call.ctas - 1) CheckEntries<C::kTest>(call);
       if (communicates && push.gathered != nullptr) {
-        GatherWork<C::kTest, Protocol> gather(push, protocol, call.hooks, cta, call.ctas);
-        ring.Run(gather);
         constexpr SumType kType =
             cute::is_same_v<typename C::Element, cutlass::half_t> ? SumType::kF16 : SumType::kBf16;
         static_assert(C::Ring::kBytes >= kSumScratchBytes);

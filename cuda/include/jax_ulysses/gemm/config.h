@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a kernel is compiled for, and what one CTA of it has in shared memory.
 //
-// Consumers are in teams that make a tile each: of 128x256, whose accumulators take the registers
-// of two warp groups, one team of both; of the others two teams of one, which take turns: one
-// stores its tile while the other has the tensor cores. (CUTLASS calls the two schedules
+// Consumers are in teams that make a tile each: of 128x256 and 128x192, whose accumulators take the
+// registers of two warp groups, one team of both; of the others two teams of one, which take turns:
+// one stores its tile while the other has the tensor cores. (CUTLASS calls the two schedules
 // cooperative and ping-pong.)
 //
 // Tiles are made by clusters of two CTAs, one above the other, of which each loads half of what
@@ -46,8 +46,8 @@ struct GemmConfig {
   static constexpr int kParts = kTileN / kPartColumns;
   static constexpr int kAlignment = 16 / sizeof(Element);  // TMA: 16 bytes
 
-  static constexpr int kTeams = kTileN == 256 ? 1 : 2;
-  static constexpr int kTeamThreads = kTileN == 256 ? 256 : 128;
+  static constexpr int kTeams = kTileN > 128 ? 1 : 2;
+  static constexpr int kTeamThreads = 256 / kTeams;
   static constexpr int kTeamWarps = kTeamThreads / 32;
   static constexpr int kThreads = 128 + kTeams * kTeamThreads;
   // Registers a thread after setmaxnreg: 128 * 72 + 256 * 216 fill what 384 * 168 leave. CUTLASS
@@ -68,6 +68,8 @@ struct GemmConfig {
       cute::conditional_t<(kTeams > 1), cutlass::gemm::KernelTmaWarpSpecializedPingpong,
                           cutlass::gemm::KernelTmaWarpSpecializedCooperative>>::CollectiveOp;
   static_assert(cute::size(typename Mainloop::TiledMma{}) == kTeamThreads);
+  static constexpr int kStages = Mainloop::DispatchPolicy::Stages;
+  static constexpr int kTileBytesA = kTileM * kTileK * static_cast<int>(sizeof(Element));
 
   using Plan = TilePlan<Element, kParts>;  // gemm_a2a
 

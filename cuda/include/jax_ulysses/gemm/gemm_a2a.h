@@ -108,7 +108,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
   } else {
     GiveRegisters<C>();
     if (run && role == WarpRole::kProducer) {
-      Producer<C> producer(pipeline, shared);
+      Producer<C> producer(pipeline, shared, call.hooks, false);
       for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {
         const typename C::Plan& plan = plans.Take();
         const int32_t row = plan.parts[0].row;
@@ -150,8 +150,9 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
         // between the parts: a release takes as long for all flags as for one.
         constexpr int kLanes = 32 / C::kParts;
         const int lane = static_cast<int>(threadIdx.x % 32);
-        const auto& part = plan.parts[lane / kLanes];
-        const int32_t owners = stored && part.flag != kNoFlag ? part.owners : 0;
+        const bool shares = lane < C::kParts * kLanes;
+        const auto& part = plan.parts[shares ? lane / kLanes : 0];
+        const int32_t owners = stored && shares && part.flag != kNoFlag ? part.owners : 0;
         for (int32_t j = lane % kLanes; j < owners; j += kLanes) {
           protocol.PublishTile(part.first_owner + j, part.flag);
         }

@@ -3,7 +3,7 @@
 #ifndef JAX_ULYSSES_GEMM_PRODUCER_H_
 #define JAX_ULYSSES_GEMM_PRODUCER_H_
 
-#include "jax_ulysses/gemm/cta.h"
+#include "jax_ulysses/gemm/copy_tiles.h"
 
 namespace jax_ulysses {
 
@@ -12,6 +12,9 @@ struct OperandA {
   int32_t rows;     // M
   int32_t columns;  // K; loads beyond it read as zero
   int32_t blocks;   // L
+  // Elements between rows and between blocks; 0 where they follow one another.
+  int64_t row_pitch = 0;
+  int64_t block_pitch = 0;
 };
 struct OperandB {
   int32_t depth;    // K
@@ -25,31 +28,48 @@ class Producer {
   using Mainloop = typename C::Mainloop;
   using Pipeline = typename Mainloop::MainloopPipeline;
 
-  JU_D Producer(Pipeline& pipeline, typename C::Shared& shared)
+  using TensorMapA = typename TileCopies<C>::TensorMap;
+
+  // `copies`: whether any tile of A is stored a second time.
+  JU_D Producer(Pipeline& pipeline, typename C::Shared& shared, const TestHooks& hooks, bool copies)
       : pipeline_(pipeline),
         shared_(shared),
+        copies_(pipeline, shared, hooks),
+        copying_(copies),
         state_(cutlass::make_producer_start_state<Pipeline>()) {}
+
+  // See TileCopies.
+  JU_D void BeginCopies(int32_t first, int32_t stride) { copies_.Begin(first, stride); }
 
   // Whole warp. Loads `k_tiles` tiles from (row, 0) of block `block` of A and from row `depth` of
   // w. `params` holds the tensor maps of both. columns[i] is where the i-th part of the columns
   // of the tile begins, less what lies before it in the tile: one, or C::kParts of them. This is
-  // CUTLASS's load, except that the parts may come from different places.
+  // CUTLASS's load, except that the parts may come from different places. `copy`: null, or the map
+  // by which rows from `copy_row` on of block `copy_block` are stored.
   template <int kParts>
   JU_D void Load(const typename Mainloop::Params& params, const OperandA& a, const OperandB& b,
                  int32_t row, int32_t block, int32_t depth, const int32_t (&columns)[kParts],
-                 int32_t k_tiles) {
-    if (cute::elect_one_sync()) LoadByLane(params, a, b, row, block, depth, columns, k_tiles);
+                 int32_t k_tiles, const TensorMapA* copy = nullptr, int32_t copy_row = 0,
+                 int32_t copy_block = 0) {
+    if (cute::elect_one_sync()) {
+      LoadByLane(params, a, b, row, block, depth, columns, k_tiles, copy, copy_row, copy_block);
+    }
     state_.advance(k_tiles);
     __syncwarp();
   }
 
-  JU_D void Tail() { mainloop_.load_tail(pipeline_, state_); }
+  JU_D void Tail() {
+    if (copying_ && cute::elect_one_sync()) copies_.Finish();
+    __syncwarp();
+    mainloop_.load_tail(pipeline_, state_);
+  }
 
  private:
   template <int kParts>
   JU_D void LoadByLane(const typename Mainloop::Params& params, const OperandA& a,
                        const OperandB& b, int32_t row, int32_t block, int32_t depth,
-                       const int32_t (&columns)[kParts], int32_t k_tiles) {
+                       const int32_t (&columns)[kParts], int32_t k_tiles,
+                       const TensorMapA* copy_map, int32_t copy_row, int32_t copy_block) {
     static_assert(kParts == 1 || kParts == C::kParts);
     using namespace cute;
     using X = Underscore;
@@ -84,6 +104,7 @@ class Producer {
       pipeline_.producer_acquire(state);
       auto* barrier = pipeline_.producer_get_barrier(state);
       const int stage = state.index();
+      if (copying_) copies_.WaitRead();
       copy(params.tma_load_a.with(*barrier, 0), from_a(_, _, _, k), to_a(_, _, _, stage));
       if constexpr (C::kTransposed || kParts == 1) {
         copy(params.tma_load_b.with(*barrier, all), from_b(_, _, _, k), to_b(_, _, _, stage));
@@ -96,6 +117,7 @@ class Producer {
                to_b(make_coord(_, box), _, _, stage));
         }
       }
+      if (copying_) copies_.Next(state, copy_map, copy_row, k * C::kTileK, copy_block);
       ++state;
     }
   }
@@ -103,18 +125,20 @@ class Producer {
   Mainloop mainloop_;
   Pipeline& pipeline_;
   typename C::Shared& shared_;
+  TileCopies<C> copies_;
+  const bool copying_;
   typename Mainloop::PipelineState state_;
 };
 
-// Host side: tensor maps of A [blocks][rows, columns] (row-major, blocks one after the other) and
-// of w.
+// Host side: tensor maps of A [blocks][rows, columns] (row-major) and of w.
 template <class C>
 typename C::Mainloop::Params MakeOperands(const void* a, OperandA shape, const void* w,
                                           OperandB w_shape) {
   using Mainloop = typename C::Mainloop;
   typename Mainloop::StrideA stride_a{};
-  cute::get<0>(stride_a) = shape.columns;
-  cute::get<2>(stride_a) = static_cast<int64_t>(shape.rows) * shape.columns;
+  cute::get<0>(stride_a) = shape.row_pitch > 0 ? shape.row_pitch : shape.columns;
+  cute::get<2>(stride_a) =
+      shape.block_pitch > 0 ? shape.block_pitch : static_cast<int64_t>(shape.rows) * shape.columns;
   typename Mainloop::StrideB stride_b{};
   if constexpr (C::kTransposed) {
     cute::get<0>(stride_b) = w_shape.depth;
