@@ -157,8 +157,9 @@ def refusal(
 # Tilings worth having, and what a pipeline step costs in microseconds: in the first
 # round of tiles, and in later ones. Fitted to an H200's times of 141 pairs of shape and
 # tiling (M = 512 to 2048, 13 pairs of N and K from 2048 to 15360): off by 3 % (RMS), by
-# 11 % at worst; turns to those of 20 shapes in a later run. 128x160 is not here because its boxes are only 32 columns wide: a third
-# slower than XLA's dot. docs/pallas.md says what else was measured and left out.
+# 11 % at worst; turns to those of 20 shapes in a later run. 128x160 is not here because
+# its boxes are only 32 columns wide: a third slower than XLA's dot. docs/pallas.md says
+# what else was measured and left out.
 CANDIDATES = (
     (GemmConfig(), 0.62, 0.65),
     (GemmConfig(tile_n=192), 0.47, 0.49),

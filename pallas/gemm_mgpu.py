@@ -32,18 +32,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ulysses.pallas.config import CONSUMERS, EPILOGUE_ROWS, EPILOGUE_SLOTS
+from jax_ulysses.pallas.config import CONSUMERS
+from jax_ulysses.pallas.epilogue_mgpu import store_locally, store_piece, store_tile
 from jax_ulysses.pallas.plan import Plan
 
 # 512 registers a lane and four warps: the producer gives up what it does not need.
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-
-
-def store_locally(piece_smem, ref, block, rows, columns) -> None:
-    """Starts the store of a piece into block ``block`` of a result."""
-    plgpu.copy_smem_to_gmem(
-        piece_smem, ref.at[block, rows, columns], commit_group=False
-    )
 
 
 def cta(
@@ -73,11 +67,11 @@ def cta(
 
     def consume(group):
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        store_piece = functools.partial(
-            _store_piece, out_refs=out_refs, plan=plan, store=store
+        piece = functools.partial(
+            store_piece, out_refs=out_refs, plan=plan, store=store
         )
         epilogue = functools.partial(
-            _store_tile, bias_ref, out_smem.at[group], store_piece, plan
+            store_tile, bias_ref, out_smem.at[group], piece, plan
         )
         _consume(group, a_smem, w_smem, full, empty, epilogue, plan)
 
@@ -225,44 +219,3 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
 
     _for_each_tile(plan, tile, team, config.teams)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _store_tile(bias_ref, out_smem, store_piece, plan: Plan, acc, m, n):
-    """Adds the bias, rounds once, and stores [rows, columns] piece by piece."""
-    piece = out_smem.shape[-1]
-    slot = 0
-    # The tile before may have ended in the slot in which this one begins.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for column in range(0, acc.shape[1], piece):
-        for row in range(0, acc.shape[0], EPILOGUE_ROWS):
-            value = acc[row : row + EPILOGUE_ROWS, column : column + piece]
-            if bias_ref is not None:
-                bias = plgpu.load(
-                    bias_ref.at[pl.ds(n + column, piece)],
-                    layout=plgpu.Layout.WGMMA.reduce(0),
-                    optimized=False,
-                )
-                value += lax.broadcast_in_dim(
-                    bias.astype(jnp.float32), value.shape, (1,)
-                )
-            # The store before last has left this slot.
-            plgpu.wait_smem_to_gmem(EPILOGUE_SLOTS - 1, wait_read_only=True)
-            out_smem[slot] = value.astype(plan.dtype)
-            plgpu.commit_smem()
-            store_piece(out_smem.at[slot], m + row, n + column)
-            plgpu.commit_smem_to_gmem_group()
-            slot = (slot + 1) % EPILOGUE_SLOTS
-
-
-def _store_piece(piece_smem, m, n, *, out_refs, plan: Plan, store):
-    """Stores a piece wherever its columns belong; nowhere if they are past the end."""
-    rows, piece = piece_smem.shape
-    for ref, segment in zip(out_refs, plan.out):
-
-        @pl.when((n >= segment.start) & (n < segment.stop))
-        def _(ref=ref, segment=segment):
-            block = lax.div(n - segment.start, segment.width)
-            column = n - segment.start - block * segment.width
-            for copy in range(segment.copies):
-                stored = block * segment.copies + copy
-                store(piece_smem, ref, stored, pl.ds(m, rows), pl.ds(column, piece))
