@@ -8,13 +8,13 @@ set(JAX_ULYSSES_CORE_HEADERS
     cuda/include/jax_ulysses/comm/heap_layout.h
     cuda/include/jax_ulysses/comm/host_memory.h
     cuda/include/jax_ulysses/comm/rank_protocol.h
-    cuda/include/jax_ulysses/exchange/copy_gathered.h
     cuda/include/jax_ulysses/exchange/exchange_order.h
     cuda/include/jax_ulysses/exchange/fault_mailbox.h
     cuda/include/jax_ulysses/exchange/geometry.h
     cuda/include/jax_ulysses/exchange/output_tiles.h
     cuda/include/jax_ulysses/exchange/pull.h
     cuda/include/jax_ulysses/exchange/push.h
+    cuda/include/jax_ulysses/exchange/sum_gathered.h
     cuda/include/jax_ulysses/exchange/test_hooks.h
     cuda/include/jax_ulysses/exchange/tile_order.h
     cuda/include/jax_ulysses/heuristics.h
