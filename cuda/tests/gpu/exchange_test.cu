@@ -312,6 +312,7 @@ int Main(int argc, char** argv) {
       const int size = type == SumType::kF32 ? 4 : 2;
       Check({Make(8, 2, 50, {8, 2, 2}, 64, true), size, true, type}, 3);
       Check({Make(4, 1, 33, {1}, 24, false), size, true, type}, 3);
+      Check({Make(4, 1, 34, {8, 2}, 5, true), size, true, type}, 3);  // no whole vectors
       for (int p : {2, 8}) {
         CheckPsum(p, type, 1, 2);
         CheckPsum(p, type, 1003, 2);

@@ -114,7 +114,6 @@ std::vector<Variant> ControlVariants(bool push) {
 // A CTA copies one, two or four of the 16 steps of K of a tile.
 std::vector<Variant> GatheredVariants() {
   Shape s = StressShape(4, true, true);
-  s.gathered = true;
   std::vector<Variant> variants;
   for (int model : {1024, 2048, 4096}) {
     s.model = model;
@@ -171,24 +170,19 @@ int Main(int argc, char** argv) {
   if (what == "check") {
     CheckAll<A2aGemmFixture>(a2a, A2aGemmShapes(), "a2a_gemm");
     CheckAll<GemmA2aFixture>(ga, GemmA2aShapes(), "gemm_a2a");
-  } else if (what == "small") {  // under compute-sanitizer; with an operator, that alone
+  } else if (what == "small") {  // under compute-sanitizer
     // With two CTAs a rank each makes several tiles, of more steps of K than the pipeline has
     // stages; else one.
     g_most_ctas = count;
-    const std::string op = argc > 3 ? argv[3] : "";
-    if (op != "gemm_a2a") {
-      Shape s = StressShape(2, true, true);
-      s.tokens = 140;
-      if (count > 0) s.model = 512;
-      for (const auto& e : Stressed<A2aGemmCall>()) Check<A2a>(s, e, "a2a_gemm");
-    }
-    if (op != "a2a_gemm") {
-      Shape s = StressShape(4, false, false);
-      s.tokens = 130;
-      s.heads = {4, 2, 2};
-      if (count > 0) s.heads = {8, 4, 4}, s.model = 512;
-      for (const auto& e : Stressed<GemmA2aCall>()) Check<Ga>(s, e, "gemm_a2a");
-    }
+    Shape s = StressShape(2, true, true);
+    s.tokens = 140;
+    if (count > 0) s.model = 512;
+    for (const auto& e : Stressed<A2aGemmCall>()) Check<A2a>(s, e, "a2a_gemm");
+    s = StressShape(4, false, false);
+    s.tokens = 130;
+    s.heads = {4, 2, 2};
+    if (count > 0) s.heads = {8, 4, 4}, s.model = 512;
+    for (const auto& e : Stressed<GemmA2aCall>()) Check<Ga>(s, e, "gemm_a2a");
   } else if (what == "stress") {
     const int epochs = count > 0 ? count : 1000;
     for (const auto& e : Stressed<A2aGemmCall>()) {
