@@ -53,10 +53,10 @@ class HandOff {
     }
     return storage_.item[slot()];
   }
-  // Whole warp, for what all its threads have stored into the room and elsewhere.
-  JU_D void GiveRoom() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::BarrierArrive(&storage_.full[slot()]);
+  // Whole warp: the first `lanes` lanes have stored something into the room. Each arrives itself,
+  // and counts as a giver: racecheck does not follow __syncwarp and another lane's arrival.
+  JU_D void GiveRoom(uint32_t lanes) {
+    if (threadIdx.x % 32 < lanes) ptx::BarrierArrive(&storage_.full[slot()]);
     count_ += stride_;
   }
   // For the negative control: those who do not wait shall find an item, though not theirs. Whole

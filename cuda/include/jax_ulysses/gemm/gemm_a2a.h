@@ -57,7 +57,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
   if (threadIdx.x == 0) {
     C::Ring::Init(shared.ring);
     // Read by producer and consumers, and by the publisher if there is something to publish.
-    plans.Init(shared.plans, 1, 1 + C::kTeamWarps + (call.communicate ? 1 : 0));
+    plans.Init(shared.plans, C::kParts, 1 + C::kTeamWarps + (call.communicate ? 1 : 0));
     HandOff<C::kTest>::Init(shared.hand_off, C::kTeamWarps);
     SharedCredit::Init(shared.credit);
     ptx::BarrierInitFence();
@@ -124,7 +124,7 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       // Waits for nothing but room, so that it is always ahead of the producer.
       for (int32_t i = first_unit; i < order.num_units; i += unit_stride) {
         if (i != first_unit) plan_tile(plans.Room(), i);
-        plans.GiveRoom();
+        plans.GiveRoom(C::kParts);
       }
     } else if (run && call.communicate && role == WarpRole::kCommunicator) {
       Protocol protocol(call.info);
