@@ -95,7 +95,7 @@ JU_D void ExchangeRank(const Params& p, int32_t cta, char* shared_bytes) {
   }
   // The first two warps have other things to do before the barrier.
   const int warp = static_cast<int>(threadIdx.x / 32) - 2;
-  BeginRank<kTest>(p.call, shared.rank);
+  BeginRank<kTest>(p.call, shared.rank, 0);
   const ExchangeRole role =
       ExchangeRole::Of(cta, p.call.ctas, p.call.comm_ctas, kExchangeWarps, kExchangeSenders);
   const bool sends = warp >= 0 && warp < role.senders;

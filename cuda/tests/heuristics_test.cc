@@ -30,9 +30,10 @@ void TestBlockColumns() {
 // The tile choice: whole waves of whole tiles.
 void TestHeuristics() {
   auto all = [](TilePolicy) { return true; };
-  auto make = [](int64_t rows, int64_t columns, int64_t blocks) {
+  auto make = [](int64_t rows, int64_t columns, int64_t blocks, int64_t depth = 5120) {
     TileProblem problem;
     problem.rows = rows;
+    problem.depth = depth;
     problem.num_kinds = 1;
     problem.columns[0] = columns;
     problem.blocks[0] = blocks;
@@ -55,7 +56,13 @@ void TestHeuristics() {
   // Half of the rows of a tile would be empty.
   JU_CHECK(ChooseTile(make(64, 65536, 1), 132, all) == TilePolicy::k64x128);
   // Large and even: the first.
-  JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, all) == TilePolicy::k128x256);
+  JU_CHECK(ChooseTile(make(16384, 8192, 1, 8192), 132, all) == TilePolicy::k128x256);
+  // The less there is to multiply, the more an epilogue counts that the tensor cores wait for; but
+  // not where ranks share a device.
+  JU_CHECK(ChooseTile(make(16384, 8192, 1, 2048), 132, all) == TilePolicy::k128x128);
+  JU_CHECK(ChooseTile(make(1024, 4096, 1, 3072), 132, all) == TilePolicy::k128x128);
+  JU_CHECK(ChooseTile(make(1024, 4096, 1, 5120), 132, all) == TilePolicy::k128x256);
+  JU_CHECK(ChooseTile(make(8192, 8192, 1, 2048), 66, all) == TilePolicy::k128x256);
   // Only what is compiled.
   auto small = [](TilePolicy p) { return p == TilePolicy::k128x128; };
   JU_CHECK(ChooseTile(make(16384, 8192, 1), 132, small) == TilePolicy::k128x128);

@@ -172,6 +172,7 @@ class GemmA2aFixture : public FixtureBase<GemmA2aCall, T> {
     GemmA2aCall call;
     call.exchange = shape.Exchange();
     call.batch = shape.batch;
+    call.depth = shape.model;
     return call;
   }
   std::vector<GemmA2aCall> Calls(int set, bool communicate = true) const {

@@ -39,6 +39,7 @@ class HandOff {
                         uint32_t stride = 1)
       : storage_(storage), removed_(kTest && removed), stride_(stride), count_(first) {}
 
+  // In lanes: who calls GiveRoom(n) counts as n givers, who calls Take as 32 takers.
   JU_D static void Init(Storage& storage, uint32_t givers, uint32_t takers = 1) {
     for (int i = 0; i < kHandOffDepth; ++i) {
       ptx::BarrierInit(&storage.full[i], givers);
@@ -53,8 +54,8 @@ class HandOff {
     }
     return storage_.item[slot()];
   }
-  // Whole warp: the first `lanes` lanes have stored something into the room. Each arrives itself,
-  // and counts as a giver: racecheck does not follow __syncwarp and another lane's arrival.
+  // Whole warp: the first `lanes` lanes have stored something into the room. Each arrives itself:
+  // racecheck does not follow __syncwarp and another lane's arrival. TakeDone likewise.
   JU_D void GiveRoom(uint32_t lanes) {
     if (threadIdx.x % 32 < lanes) ptx::BarrierArrive(&storage_.full[slot()]);
     count_ += stride_;
@@ -84,10 +85,14 @@ class HandOff {
     if (!removed_) ptx::BarrierWait(&storage_.full[slot()], round() & 1);
     return storage_.item[slot()];
   }
-  JU_D void TakeDone() { TakeDone(1); }
+  JU_D void TakeDone() {
+    ptx::BarrierArrive(&storage_.empty[slot()]);
+    count_ += stride_;
+  }
 
-  // Whole warp, with a stride of 1: the next item, as soon as it is given, and those that have been
-  // given behind it by then, lane i the i-th. Returns how many; after the work, TakeDone(how many).
+  // Whole warp, with a stride of 1, as one taker: the next item, as soon as it is given, and those
+  // that have been given behind it by then, lane i the i-th. Returns how many; after the work,
+  // TakeDone(how many).
   JU_D int32_t TakeSome(Item& item) {
     const uint32_t lane = threadIdx.x % 32;
     Take();

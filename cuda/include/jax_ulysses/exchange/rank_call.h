@@ -64,11 +64,12 @@ struct RankShared {
   uint32_t last;
 };
 
-// Whole CTA, before its first CTA-wide barrier; `shared.aborted` is valid after it.
+// Whole CTA, before its first CTA-wide barrier; `shared.aborted` is valid after it. The first lane
+// of warp `warp` reads two words, which takes a microsecond: a warp with nothing else to do.
 template <bool kTest>
-JU_D void BeginRank(const RankCall& call, RankShared& shared) {
+JU_D void BeginRank(const RankCall& call, RankShared& shared, uint32_t warp) {
   if constexpr (kTest) TestHooks::Sleep(call.hooks.start_delay_ns);
-  if (threadIdx.x != 0) return;
+  if (threadIdx.x != warp * 32) return;
   shared.aborted = 0;
   if (!call.communicate) return;
   KernelProtocol<kTest> protocol(call.info);

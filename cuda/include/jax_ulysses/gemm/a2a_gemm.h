@@ -46,22 +46,17 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
     if (call.hooks.absent) return;
   }
   static_assert(C::kTileM <= kWatchedPieces * kPieceRows);
+  // Before the cluster's barrier nothing but what it is for, shared out between the warps: whatever
+  // a warp does here delays the first loads of both CTAs.
   const WarpRole role = RoleOfWarp();
-  // Reads the epoch, which takes as long as what follows until the barrier.
-  Protocol protocol(call.info);
-  if (role == WarpRole::kProducer && cute::elect_one_sync()) {
-    for (int seg = 0; seg < g.num_segments; ++seg) {
-      if (push.own_in_place) C::Mainloop::prefetch_tma_descriptors(p.from_input[seg]);
-    }
-  }
-  BeginRank<C::kTest>(call, shared.rank);
-  if (threadIdx.x == 0) {
+  auto pipeline = MakePipeline<C>(shared);  // warp 0
+  if (role == WarpRole::kPublisher && threadIdx.x % 32 == 0) {
     HandOff<C::kTest>::Init(shared.hand_off, 1);
     SharedCredit::Init(shared.credit);
     shared.arrivals = 0;
     ptx::BarrierInitFence();
   }
-  auto pipeline = MakePipeline<C>(shared);
+  BeginRank<C::kTest>(call, shared.rank, static_cast<uint32_t>(WarpRole::kPublisher));
   ClusterArrive();
   const PushShare share = PushShare::Make(push.head_items, cta, call.ctas, call.comm_ctas);
   const bool pushes = call.communicate && (share.rest_stride > 0 || share.item < push.head_items);
@@ -98,6 +93,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
   } else {
     // First, because the consumers wait for these registers.
     GiveRegisters<C>();
+    Protocol protocol(call.info);
     HandOff<C::kTest> hand_off(shared.hand_off);
     typename C::Ring ring(shared.ring, call.hooks);
     PushWork<C::kTest, Protocol> pieces(push, protocol, hand_off, share);
@@ -110,7 +106,14 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       // Before the barrier: a moment later the first loads of all GEMMs fill the queues of the
       // memory, and who comes after them waits for several microseconds.
       if (pushes) ring.Start(pieces);
+    } else if (role == WarpRole::kPublisher) {
+      if (pushes) SharedCredit::Ask(shared.credit, protocol);
+    } else if (role == WarpRole::kWatcher && push.own_in_place && cute::elect_one_sync()) {
+      for (int seg = 0; seg < g.num_segments; ++seg) {
+        C::Mainloop::prefetch_tma_descriptors(p.from_input[seg]);
+      }
     }
+    __syncwarp();
     ClusterWait();
     const bool run = !AnyAborted<C>(shared);
     const bool communicates = run && call.communicate;
@@ -179,7 +182,7 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
       }
     } else if (role == WarpRole::kCommunicator) {
       if (pushes) {
-        // The publisher has asked for the credit. After an abort what has been loaded is dropped.
+        // After an abort what has been loaded is dropped.
         ring.Finish(pieces, [&] { return run && SharedCredit::GrantedToCopies(shared.credit); });
         hand_off.Give(kNoSignal);
       }
@@ -192,7 +195,6 @@ JU_D void A2aGemmRank(const A2aGemmParams<C>& p, const RankCall& call, const Pus
         SumGathered<C::kTest, kType>(push, protocol, call.hooks, ring.IdleData(), cta, call.ctas);
       }
     } else if (run && pushes && role == WarpRole::kPublisher) {
-      SharedCredit::Ask(shared.credit, protocol);
       PublishPieces(push, protocol, hand_off);
     }
   }

@@ -37,9 +37,6 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
   const WarpRole role = RoleOfWarp();
   const int32_t first_unit = cta / C::kCluster;
   const int32_t unit_stride = call.ctas / C::kCluster;
-  if (role == WarpRole::kProducer && cute::elect_one_sync()) {
-    C::Mainloop::prefetch_tma_descriptors(p.operands);
-  }
   const bool plans_removed = TestHooks::Removed<C::kTest>(call.hooks, kEdgeTilePlan);
   HandOff<C::kTest, typename C::Plan> plans(shared.plans, plans_removed);
   auto plan_tile = [&](typename C::Plan& plan, int32_t unit) {
@@ -48,22 +45,35 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
     char* const slot = call.info.peers.heap[g.rank] + call.info.layout.slot(index);
     PlanTile<C::kPartColumns>(plan, pull, slot, unit, cta % C::kCluster);
   };
-  if (role == WarpRole::kWatcher && first_unit < order.num_units) {
-    // The first plan beside what BeginRank waits for.
-    plan_tile(plans.Room(), first_unit);
-    if (plans_removed) plans.CopyFirst();
+  auto plan_first = [&] {
+    if (first_unit < order.num_units) plan_tile(plans.Room(), first_unit);
+  };
+  // Before the cluster's barrier nothing but what it is for, shared out between the warps: whatever
+  // a warp does before it arrives delays the first loads of both CTAs.
+  if (role == WarpRole::kWatcher) {
+    // They wait for its first plan, too.
+    if (!plans_removed) ClusterArrive();
+    plan_first();
+    if (plans_removed) {
+      plans.CopyFirst();
+      ClusterArrive();
+    }
   }
-  BeginRank<C::kTest>(call, shared.rank);
-  if (threadIdx.x == 0) {
-    C::Ring::Init(shared.ring);
+  auto pipeline = MakePipeline<C>(shared);  // warp 0
+  if (role == WarpRole::kPublisher && threadIdx.x % 32 == 0) {
     // Read by producer and consumers, and by the publisher if there is something to publish.
-    plans.Init(shared.plans, C::kParts, 1 + C::kTeamWarps + (call.communicate ? 1 : 0));
-    HandOff<C::kTest>::Init(shared.hand_off, C::kTeamWarps);
+    plans.Init(shared.plans, C::kParts, 32 * (1 + C::kTeamWarps + (call.communicate ? 1 : 0)));
+    HandOff<C::kTest>::Init(shared.hand_off, C::kTeamWarps, 32);
     SharedCredit::Init(shared.credit);
     ptx::BarrierInitFence();
   }
-  auto pipeline = MakePipeline<C>(shared);
-  ClusterSync();
+  BeginRank<C::kTest>(call, shared.rank, static_cast<uint32_t>(WarpRole::kPublisher));
+  if (role != WarpRole::kWatcher) ClusterArrive();
+  if (role == WarpRole::kProducer && cute::elect_one_sync()) {
+    C::Mainloop::prefetch_tma_descriptors(p.operands);
+  }
+  __syncwarp();
+  ClusterWait();
 
   const int32_t k_tiles = static_cast<int32_t>(CeilDiv(p.depth, C::kTileK));
   const bool run = !AnyAborted<C>(shared);
@@ -133,6 +143,11 @@ JU_D void GemmA2aRank(const GemmA2aParams<C>& p, const RankCall& call, const Pul
       if (cta == call.ctas - 1) CheckEntries<C::kTest>(call);
       const CommWorker worker = CommWorker::Of(cta, call.ctas, call.comm_ctas);
       if (worker.communicates) {
+        if (threadIdx.x % 32 == 0) {
+          C::Ring::Init(shared.ring);
+          ptx::BarrierInitFence();
+        }
+        __syncwarp();
         typename C::Ring ring(shared.ring, call.hooks);
         PullWork<C::kTest, Protocol> pieces(pull, protocol, call.hooks, worker.index,
                                             call.comm_ctas);
