@@ -170,7 +170,7 @@ CANDIDATES = (
 )
 # What a tile of 128x256 costs besides: filling the pipeline, and storing. Storing takes
 # longer where the result is so large that most of it goes to memory at once: fitted to
-# 14 shapes with 16384 rows, where turns take 0.93 to 1.02 of the time of the first.
+# 14 shapes with 16384 rows, where turns take 0.92 to 1.02 of the time of the first.
 _TILE_US = 0.9
 _TILE_US_LARGE = 3.2
 _LARGE_BYTES = 2 * 50 * 2**20  # twice the L2 of an H100 or H200

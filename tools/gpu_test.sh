@@ -56,7 +56,6 @@ full)
   run_bad 10 "$build/fused_test" turn 2
   for tool in memcheck racecheck synccheck; do
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/fused_test" small
-    # racecheck still reports the ring of plans of gemm_a2a here: tests/gpu/RESULTS.md.
     run 200 "$sanitizer" --error-exitcode 1 --tool $tool "$build/fused_test" small 2
     run 120 "$sanitizer" --error-exitcode 1 --tool $tool "$build/exchange_test" small
   done
