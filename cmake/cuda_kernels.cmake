@@ -6,8 +6,8 @@
 #   jax_ulysses_add_cuda()
 #     target jax_ulysses_cuda: the library behind launch.h
 #   jax_ulysses_add_gpu_tests(), with JAX_ULYSSES_GPU_TESTS=ON
-#     programs launch_test, fused_test, exchange_test, fused_bench, ring_bench and, for several
-#     GPUs, devices_test and devices_bench; they need H100s or H200s to run
+#     programs launch_test, fused_test, exchange_test, huge_test, fused_bench, ring_bench and, for
+#     several GPUs, devices_test and devices_bench; they need H100s or H200s to run
 #
 # CUTLASS is headers only, from JAX_ULYSSES_CUTLASS_INCLUDE or from the Python package
 # nvidia-cutlass of the build environment.
@@ -113,7 +113,8 @@ function(jax_ulysses_add_gpu_tests)
   add_library(jax_ulysses_test_support STATIC cuda/kernels/checks.cc
                                               cuda/tests/gpu/entry_exchange.cu)
   _jax_ulysses_cuda_options(jax_ulysses_test_support)
-  foreach(program IN ITEMS fused_test exchange_test fused_bench devices_test devices_bench pure_bench)
+  foreach(program IN ITEMS fused_test exchange_test huge_test fused_bench devices_test devices_bench
+                           pure_bench)
     add_executable(${program} cuda/tests/gpu/${program}.cu)
     _jax_ulysses_cuda_options(${program})
     target_link_libraries(${program} PRIVATE jax_ulysses_test_kernels jax_ulysses_test_support)

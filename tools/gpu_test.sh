@@ -10,7 +10,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 if [ -f "$build/CMakeCache.txt" ] || [ ! -x "$build/fused_test" ]; then
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DJAX_ULYSSES_CUDA=ON \
     -DJAX_ULYSSES_GPU_TESTS=ON ${JAX_ULYSSES_CUTLASS_INCLUDE:+-DJAX_ULYSSES_CUTLASS_INCLUDE="$JAX_ULYSSES_CUTLASS_INCLUDE"} &&
-    cmake --build "$build" --target launch_test fused_test exchange_test fused_bench pure_bench devices_test devices_bench ring_bench || exit 1
+    cmake --build "$build" --target launch_test fused_test exchange_test huge_test fused_bench pure_bench devices_test devices_bench ring_bench || exit 1
 fi
 failed=0
 run() {
@@ -41,6 +41,7 @@ full)
   run 120 "$build/launch_test"
   run 180 "$build/fused_test" check
   run 60 "$build/exchange_test" check
+  run 120 "$build/huge_test"
   run 60 "$build/exchange_test" stress 100
   run 180 "$build/fused_test" stress 2000
   run 60 "$build/fused_test" graph

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import signal
+import threading
 import time
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 import jax_ulysses as ju
 from jax_ulysses import group, heaps
 from jax_ulysses.ffi import targets
-from tests.gpu.basics import array, initialize, outcome
+from tests.gpu.basics import array, handler_calls, initialize, outcome
 
 
 class _Records(logging.Handler):
@@ -143,17 +144,38 @@ def late_rank(rank):
 
 
 def killed(rank, victim):
-    """One process dies between two calls; the others end with an error and leave."""
+    """One process dies between two calls."""
+    return _survive(rank, victim, lambda x: None)
+
+
+def killed_in_kernel(rank, victim):
+    """One process dies while its kernel waits for the others."""
+
+    def launch(x):
+        calls = handler_calls()
+        threading.Thread(target=outcome, args=(rank, x), daemon=True).start()
+        while handler_calls() == calls:
+            time.sleep(0.01)
+
+    return _survive(rank, victim, launch)
+
+
+def _survive(rank, victim, last_act):
+    """The others end with an error and leave."""
     heaps.FINALIZE_TIMEOUT_S = 3.0
     x = array(rank)
     with ju.settings(deadline_s=2.0):
         initialize(rank)
         assert outcome(rank, x) == "right"
         if rank.index == victim:
+            last_act(x)
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1.5)
-        outcomes = [outcome(rank, x), outcome(rank, x)]
+        # What the dead one launched may still run to its end.
+        outcomes = [outcome(rank, x)]
+        while outcomes[-1] in ("right", "nan") and len(outcomes) < 3:
+            outcomes.append(outcome(rank, x))
         start = time.monotonic()
         ju.finalize()
         return {"outcomes": outcomes, "finalize_s": time.monotonic() - start}

@@ -51,6 +51,29 @@ class ExchangeFixture : public FixtureBase<ExchangeCall, __nv_bfloat16> {
     }
     return calls;
   }
+  // After a gather without sums of set 0: the way back, into the inputs of set 1.
+  std::vector<ExchangeCall> ScatterBack() const {
+    std::vector<ExchangeCall> calls = Calls(0);
+    for (int r = 0; r < shape_.ranks; ++r) {
+      ExchangeCall& call = calls[static_cast<size_t>(r)];
+      call.info.op = Operator::kScatter;
+      call.gather = false;
+      call.sum_replicas = SumType::kNone;
+      call.in[0] = outputs_[r][0].get();
+      call.out[0] = in_[1][r].get();
+      in_[1][r].Poison();
+    }
+    return calls;
+  }
+  unsigned long long WrongBack() const {
+    for (int r = 0; r < shape_.ranks; ++r) {
+      CompareExact<<<kGrid, kBlock>>>(reinterpret_cast<const T*>(in_[1][r].get()),
+                                      reinterpret_cast<const T*>(in_[0][r].get()), 1.0f,
+                                      in_[0][r].bytes() / 2,
+                                      reinterpret_cast<unsigned long long*>(bad_.get()));
+    }
+    return TakeBad();
+  }
   Difference CheckNorm() const {
     PartTable parts{};
     for (int r = 0; r < shape_.ranks; ++r) parts.part[r][0] = in_[0][r].get();

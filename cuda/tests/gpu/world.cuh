@@ -58,7 +58,8 @@ class Heaps {
     layout_.num_ranks = shape.ranks;
     layout_.num_slots = shape.slots;
     layout_.slot_bytes = slot_bytes;
-    layout_.flags_per_source = 1 << 14;  // 256 row blocks of 60 column blocks
+    // 256 row blocks of 60 column blocks; or a piece for 16 rows, and 64 column blocks for 128.
+    layout_.flags_per_source = std::max<int64_t>(1 << 14, shape.rows() / 2);
     control_ = layout_;
     char* base = shape.far ? far_.Allocate(layout_) : nullptr;
     for (int r = 0; r < shape.ranks; ++r) {
