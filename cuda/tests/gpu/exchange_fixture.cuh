@@ -67,10 +67,9 @@ class ExchangeFixture : public FixtureBase<ExchangeCall, __nv_bfloat16> {
   }
   unsigned long long WrongBack() const {
     for (int r = 0; r < shape_.ranks; ++r) {
-      CompareExact<<<kGrid, kBlock>>>(reinterpret_cast<const T*>(in_[1][r].get()),
-                                      reinterpret_cast<const T*>(in_[0][r].get()), 1.0f,
-                                      in_[0][r].bytes() / 2,
-                                      reinterpret_cast<unsigned long long*>(bad_.get()));
+      CompareExact<<<kGrid, kBlock>>>(
+          reinterpret_cast<const T*>(in_[1][r].get()), reinterpret_cast<const T*>(in_[0][r].get()),
+          1.0f, in_[0][r].bytes() / 2, reinterpret_cast<unsigned long long*>(bad_.get()));
     }
     return TakeBad();
   }
