@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operators lower to on GPUs, without one."""
 
+import contextlib
+import functools
 import re
 
 import jax
@@ -19,13 +21,24 @@ SEQUENCE, HEADS = P(None, "cp"), P(None, None, "cp")
 
 
 @pytest.fixture
-def mesh(monkeypatch):
-    """Four GPUs that are not there, and their group."""
+def make_group(monkeypatch):
+    """Groups of four GPUs that are not there."""
     if not HAS_CUDA:
         # The lowering is Python's alone; what kernels refuse is tested where they are.
         monkeypatch.setattr(targets, "can_implement", lambda **_: None)
-    mesh = abstract_gpu_mesh((4,), ("cp",))
-    with dry_group(mesh):
+
+    @contextlib.contextmanager
+    def make(**kwargs):
+        mesh = abstract_gpu_mesh((4,), ("cp",))
+        with dry_group(mesh, **kwargs):
+            yield mesh
+
+    return make
+
+
+@pytest.fixture
+def mesh(make_group):
+    with make_group() as mesh:
         yield mesh
 
 
@@ -46,6 +59,21 @@ def _operands(mesh, dtype=jnp.bfloat16, d_model=64, head_dim=16, tokens=32):
 
 def _targets_of(text):
     return re.findall(r"custom_call @(jax_ulysses[\w.]+)\(", text)
+
+
+@pytest.mark.user_case(54)
+@pytest.mark.parametrize("operator", ["qkv_proj_a2a", "a2a_out_proj"])
+def test_more_elements_on_a_rank_than_32_bits_count(operator, make_group):
+    """2^32 of them in x or the heads, and in the slot, of 8 GiB."""
+    with make_group(workspace_bytes=1 << 35) as mesh:
+        x, w = _operands(mesh, d_model=8192, head_dim=512, tokens=1 << 18)
+        if operator == "qkv_proj_a2a":
+            text = _lower(mesh, _project, (SEQUENCE, P()), (HEADS,) * 3, x, w)
+        else:
+            heads = abstract(mesh, (2, 4 << 18, 16, 512), x.dtype, HEADS)
+            project = functools.partial(ju.a2a_out_proj, axis_name="cp")
+            text = _lower(mesh, project, (HEADS, P()), SEQUENCE, heads, w)
+    assert len(_targets_of(text)) == 1
 
 
 def test_first_choice_on_a_gpu_is_cuda_as_a_collective(mesh):
