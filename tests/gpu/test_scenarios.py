@@ -59,9 +59,13 @@ def test_killed_process(case, num_ranks, make_rig):
         f"tests.gpu.faults:{case}", victim, timeout_s=90, may_fail=[victim]
     )
     assert results[victim].returncode == -9
+    expected = [["nan"]]
+    if case == "killed_in_kernel":
+        # What the dead one launched may still have run to its end.
+        expected.append(["right", "nan"])
     for result in results[:victim]:
         *before, last = result.value["outcomes"]
-        assert set(before) <= ({"nan"} if case == "killed" else {"nan", "right"})
+        assert before in expected
         assert f"rank {victim}" in last
         assert result.value["finalize_s"] < 15
 

@@ -27,6 +27,12 @@ Shape WideModel() {
   return s;
 }
 
+std::string Text(const Shape& shape, const Difference& d) {
+  char text[128];
+  std::snprintf(text, sizeof text, "%s rel %.2e bad %llu", shape.Text().c_str(), d.relative, d.bad);
+  return text;
+}
+
 template <class Fixture>
 void Check(const Shape& shape, const KernelEntry<typename Fixture::Call>& entry, const char* name) {
   Fixture f(shape, entry);
@@ -37,9 +43,7 @@ void Check(const Shape& shape, const KernelEntry<typename Fixture::Call>& entry,
   launch.Run(nullptr);
   CK(cudaDeviceSynchronize());
   const Difference d = f.CheckNorm();
-  char text[128];
-  std::snprintf(text, sizeof text, "%s rel %.2e bad %llu", shape.Text().c_str(), d.relative, d.bad);
-  Line(d.relative < 4e-3 && d.bad == 0, name, text);
+  Line(d.relative < 4e-3 && d.bad == 0, name, Text(shape, d));
 }
 
 // A gather, exact, and a scatter of what it gathered, which gives back the input.
@@ -52,7 +56,7 @@ void CheckExchange(const Shape& shape) {
   WorldLaunch<ExchangeCall>(entry, f.Calls(0), plan).Run(nullptr);
   CK(cudaDeviceSynchronize());
   const Difference d = f.CheckNorm();
-  Line(d.relative == 0 && d.bad == 0, "gather ", shape.Text());
+  Line(d.relative == 0 && d.bad == 0, "gather ", Text(shape, d));
   WorldLaunch<ExchangeCall>(entry, f.ScatterBack(), plan).Run(nullptr);
   const unsigned long long wrong = f.WrongBack();
   Line(wrong == 0, "scatter", shape.Text() + " wrong " + std::to_string(wrong));
