@@ -168,9 +168,9 @@ CANDIDATES = (
     (GemmConfig(tile_m=64, tile_n=192, split="n", band=32, stages=6), 0.26, 0.265),
     (GemmConfig(tile_m=64, tile_n=128, split="n", stages=8), 0.20, 0.19),
 )
-# What a tile of 128x256 costs besides: filling the pipeline, and storing. Storing takes
-# longer where the result is so large that most of it goes to memory at once: fitted to
-# 14 shapes with 16384 rows, where turns take 0.92 to 1.02 of the time of the first.
+# What a tile of 128x256 costs besides: filling the pipeline, and storing. Large results
+# behave as if storing took longer: fitted to 14 shapes with 16384 rows, where turns
+# take 0.92 to 1.02 of the time of the first (docs/pallas.md).
 _TILE_US = 0.9
 _TILE_US_LARGE = 3.2
 _LARGE_BYTES = 2 * 50 * 2**20  # twice the L2 of an H100 or H200
