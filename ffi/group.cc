@@ -214,6 +214,14 @@ void CreateGroup(const GroupConfig& config) {
   }
 }
 
+void FailGroup(int64_t session, const std::string& text) {
+  Registry& registry = TheRegistry();
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  for (const auto& line : registry.Find(session).lines) {
+    if (line != nullptr) line->Close(text);
+  }
+}
+
 void CloseGroup(int64_t session) {
   std::vector<std::shared_ptr<Line>> lines;
   bool on_threads = false;

@@ -38,6 +38,8 @@ std::vector<std::string> Platforms();
 // std::runtime_error.
 std::vector<HeapRecord> PrepareGroup(const GroupConfig& config);
 void ConnectGroup(int64_t session, const std::vector<HeapRecord>& records);
+// From now on calls return this error. What has been launched is not touched.
+void FailGroup(int64_t session, const std::string& text);
 void CloseGroup(int64_t session);
 void DestroyGroup(int64_t session);  // closes it if need be
 // Both steps at once, where all ranks are in this process.

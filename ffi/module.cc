@@ -200,6 +200,8 @@ NB_MODULE(_targets, m) {
         "process. Returns what group_connect needs in every process.");
   m.def("group_connect", &jax_ulysses::GroupConnect, "session"_a, "records"_a,
         "The second half: takes what group_prepare returned in each process.");
+  m.def("group_fail", &jax_ulysses::FailGroup, "session"_a, "text"_a, Unlocked(),
+        "Calls of this process return this error from now on. What has been launched goes on.");
   m.def("group_close", &jax_ulysses::CloseGroup, "session"_a, Unlocked(),
         "The first half of group_destroy: ends calls and unmaps other processes' heaps.");
   m.def("group_destroy", &jax_ulysses::DestroyGroup, "session"_a, Unlocked(),

@@ -22,6 +22,7 @@ from jax_ulysses.ffi import _targets
 group_create = _targets.group_create
 group_prepare = _targets.group_prepare
 group_connect = _targets.group_connect
+group_fail = _targets.group_fail
 group_close = _targets.group_close
 group_destroy = _targets.group_destroy
 group_info = _targets.group_info

@@ -6,10 +6,11 @@ import collections
 import dataclasses
 import itertools
 import logging
+import os
 
 from jax.sharding import Mesh
 
-from jax_ulysses import sm_budget
+from jax_ulysses import liveness, sm_budget
 from jax_ulysses.rendezvous import PeerFailure, Rendezvous, agree
 from jax_ulysses.watchdog import Watchdog
 
@@ -167,6 +168,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
         return "this process has no device in the mesh", None, plan
     rendezvous = Rendezvous(plan.mesh, f"initialize {plan.axes}")
     processes = rendezvous.processes
+    me = liveness.find(os.getpid(), sorted({rank for _, _, rank in plan.members}))
     prepared = None
     connecting = False
 
@@ -179,6 +181,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
             "plan": plan.summary(),
             "session": next(_sessions),
             "devices": devices,
+            "process": me and dataclasses.asdict(me),
         }
 
     def prepare():
@@ -219,7 +222,8 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
                 return str(error), None, plan
             raise RuntimeError(f"jax_ulysses.initialize: {error}") from error.__cause__
         raise
-    _watchdog.watch(session, _targets().group_info)
+    others = liveness.others(me, [o["process"] for o in offers])
+    _watchdog.watch(session, _targets().group_info, _targets().group_fail, others)
     return None, session, plan
 
 

@@ -1,39 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs a fault of a group as soon as a kernel reports it.
+"""Logs a fault of a group as soon as a kernel reports it, or a process has died.
 
 The call that meets a fault ends with NaN in its outputs, and the next call of the
 group raises. In between the program may run on for a long time, so a thread looks
-into the groups' mailboxes and logs what it finds.
+into the groups' mailboxes and logs what it finds. Where a process of the group has
+ended it closes the group, so that the next call raises, too, and does not wait for
+its deadline.
 """
 
+import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from jax_ulysses.liveness import Process
 
 _logger = logging.getLogger("jax_ulysses")
 
 PERIOD_S = 0.1
 
 
+@dataclasses.dataclass
+class _Watched:
+    info: Callable[[int], dict]
+    fail: Callable[[int, str], None]
+    processes: list[Process]
+    said: set[str] = dataclasses.field(default_factory=set)
+
+
 class Watchdog:
     """One daemon thread for all groups, alive while there is one to watch."""
 
     def __init__(self):
-        self._sessions: dict[int, tuple[Callable[[int], dict], set[str]]] = {}
+        self._sessions: dict[int, _Watched] = {}
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, session: int, info: Callable[[int], dict]) -> None:
+    def watch(
+        self,
+        session: int,
+        info: Callable[[int], dict],
+        fail: Callable[[int, str], None],
+        processes: Sequence[Process] = (),
+    ) -> None:
         """Starts to look after a session.
 
         Args:
           session: its id.
           info: the extension module's description of a session, which looks into
             the mailboxes.
+          fail: closes a session with a text, for a process that has ended.
+          processes: the others of the group, as far as this one can see them.
         """
         with self._lock:
-            self._sessions[session] = (info, set())
+            self._sessions[session] = _Watched(info, fail, list(processes))
             if self._thread is None:
                 self._wake.clear()
                 self._thread = threading.Thread(
@@ -61,8 +82,15 @@ class Watchdog:
                     self._look(session)
 
     def _look(self, session: int) -> None:
-        info, said = self._sessions[session]
-        for text in info(session)["closed"]:
-            if text and text not in said:
-                said.add(text)
+        watched = self._sessions[session]
+        for text in watched.info(session)["closed"]:
+            if text and text not in watched.said:
+                watched.said.add(text)
                 _logger.error("%s", text)
+        for process in [p for p in watched.processes if p.ended]:
+            watched.processes.remove(process)
+            text = f"{process.description} ended without jax_ulysses.finalize()."
+            watched.fail(session, f"jax_ulysses: {text}")
+            # No error of this process, which may not call the group again.
+            watched.said.update(watched.info(session)["closed"])
+            _logger.warning("%s Calls of its group can only fail from now on.", text)

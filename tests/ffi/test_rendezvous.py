@@ -2,9 +2,7 @@
 """Joint success and failure of processes, with threads in their place."""
 
 import concurrent.futures
-import logging
 import threading
-import time
 import types
 
 import jax
@@ -14,7 +12,6 @@ import pytest
 from jax_ulysses import rendezvous
 from jax_ulysses.ffi import targets
 from jax_ulysses.rendezvous import PeerFailure, Rendezvous
-from jax_ulysses.watchdog import Watchdog
 
 
 class Store:
@@ -151,25 +148,16 @@ def test_without_a_store(monkeypatch):
         rendezvous._client()
 
 
-def test_watchdog_logs_each_text_once(caplog):
-    closed = {1: [""], 2: ["", ""]}
-    watchdog = Watchdog()
-    with caplog.at_level(logging.ERROR, logger="jax_ulysses"):
-        for session in closed:
-            watchdog.watch(session, lambda s: {"closed": closed[s]})
-        closed[2][1] = "rank 3 waited"
-        end = time.monotonic() + 5
-        while not caplog.messages and time.monotonic() < end:
-            time.sleep(0.02)
-        time.sleep(0.3)
-        assert caplog.messages == ["rank 3 waited"]
-        # What nobody has said yet is said at the end.
-        closed[1][0] = "rank 0 failed"
-        watchdog.forget(1)
-        watchdog.forget(2)
-    assert sorted(caplog.messages) == ["rank 0 failed", "rank 3 waited"]
-    names = [t.name for t in threading.enumerate()]
-    assert "jax_ulysses-watchdog" not in names
+def test_a_failed_group_returns_the_text():
+    options = dict(num_ranks=2, members=[(0, 0, 0), (1, 0, 1)], slot_bytes=1024)
+    targets.group_create(session=92, **options)
+    targets.group_fail(92, "jax_ulysses: rank 1 ended.")
+    targets.group_fail(92, "the first text stays")
+    (text,) = targets.group_info(92)["closed"]
+    assert text.startswith("jax_ulysses: rank 1 ended. This group is closed: call ")
+    targets.group_destroy(92)
+    with pytest.raises(ValueError, match="92"):
+        targets.group_fail(92, "gone")
 
 
 def test_a_group_in_two_steps():

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is logged of a group, and that the death of a process is noticed."""
+
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+
+from jax_ulysses import liveness
+from jax_ulysses.watchdog import Watchdog
+
+
+def test_watchdog_logs_each_text_once(caplog):
+    closed = {1: [""], 2: ["", ""]}
+    watchdog = Watchdog()
+    with caplog.at_level(logging.ERROR, logger="jax_ulysses"):
+        for session in closed:
+            watchdog.watch(session, lambda s: {"closed": closed[s]}, print)
+        closed[2][1] = "rank 3 waited"
+        end = time.monotonic() + 5
+        while not caplog.messages and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert caplog.messages == ["rank 3 waited"]
+        # What nobody has said yet is said at the end.
+        closed[1][0] = "rank 0 failed"
+        watchdog.forget(1)
+        watchdog.forget(2)
+    assert sorted(caplog.messages) == ["rank 0 failed", "rank 3 waited"]
+    names = [t.name for t in threading.enumerate()]
+    assert "jax_ulysses-watchdog" not in names
+
+
+def test_watchdog_closes_a_group_whose_process_has_died(caplog):
+    child = subprocess.Popen(["sleep", "60"])
+    process = liveness.find(child.pid, [1, 3])
+    closed = {7: ["", ""], 8: [""]}
+
+    def fail(session, text):
+        closed[session] = [text] * len(closed[session])
+
+    watchdog = Watchdog()
+    with caplog.at_level(logging.WARNING, logger="jax_ulysses"):
+        for session, processes in ((7, [process]), (8, [])):
+            watchdog.watch(session, lambda s: {"closed": closed[s]}, fail, processes)
+        time.sleep(0.3)
+        assert not caplog.messages
+        child.kill()
+        end = time.monotonic() + 5
+        while not caplog.messages and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        watchdog.forget(7)
+        watchdog.forget(8)
+    child.wait()
+    who = f"ranks 1, 3 (process {child.pid}) ended without jax_ulysses.finalize()."
+    assert closed == {7: [f"jax_ulysses: {who}"] * 2, 8: [""]}
+    assert caplog.messages == [f"{who} Calls of its group can only fail from now on."]
+
+
+def test_liveness():
+    child = subprocess.Popen(["sleep", "60"])
+    process = liveness.find(child.pid, [2])
+    assert not process.ended
+    assert process.description == f"rank 2 (process {child.pid})"
+    me = liveness.find(os.getpid(), [0])
+    elsewhere = dataclasses.replace(process, namespace="pid:[1]")
+    found = [p and dataclasses.asdict(p) for p in (me, process, elsewhere, None)]
+    # Through JSON, as between processes.
+    (again,) = liveness.others(me, json.loads(json.dumps(found)))
+    assert (again.pid, again.ranks, again.ended) == (child.pid, [2], False)
+    assert liveness.others(None, found) == []
+    assert dataclasses.replace(process, started=process.started - 1).ended
+    child.kill()
+    # A zombie until its parent waits for it.
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert again.ended
+    child.wait()
+    assert again.ended
+    assert liveness.find(child.pid, [2]) is None
