@@ -168,29 +168,43 @@ CANDIDATES = (
     (GemmConfig(tile_m=64, tile_n=192, split="n", band=32, stages=6), 0.26, 0.265),
     (GemmConfig(tile_m=64, tile_n=128, split="n", stages=8), 0.20, 0.19),
 )
-# What a tile of 128x256 costs besides: filling the pipeline, and storing. Large results
-# behave as if storing took longer: fitted to 14 shapes with 16384 rows, where turns
-# take 0.92 to 1.02 of the time of the first (docs/pallas.md).
+# What a tile of 128x256 costs besides: filling the pipeline, and storing.
 _TILE_US = 0.9
-_TILE_US_LARGE = 3.2
-_LARGE_BYTES = 2 * 50 * 2**20  # twice the L2 of an H100 or H200
+# Of calls that take about half a millisecond or more, in which XLA's dot, too, is a
+# tenth slower, turns lose less. Fitted to all tilings of 86 shapes (docs/pallas.md).
+_LARGE_FLOPS = 3.5e11
+_LARGE_BYTES = 2 * 50 * 2**20  # of the result: twice the L2 of an H100 or H200
+_LARGE_TILE_US = 1.6
+_LARGE_TURNS = 0.945
 # By how much another tiling than the first must be predicted to be faster.
 _MARGIN = 1.02
+# M, N, K on 132 SMs where another tiling was 1 to 8 % faster than the predicted one in
+# a run of all tilings at all geometries: its place in CANDIDATES.
+_MEASURED_SMS = 132
+_MEASURED = {
+    (1024, 7168, 5120): 3,
+    (8192, 2880, 4096): 3,
+    (32768, 2048, 2048): 0,
+}
 
 
 def choose(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
-    """The tiling with the shortest predicted time.
+    """The tiling that was fastest, or else the one with the shortest predicted time.
 
     All SMs work on a tile at a time, so the time is that of a tile times the number
     of rounds, of which the last one may be nearly empty.
     """
-    large = m * n * ELEMENT_BYTES > _LARGE_BYTES
-    tile_us = _TILE_US_LARGE if large else _TILE_US
+    if num_sms == _MEASURED_SMS and (m, n, k) in _MEASURED:
+        return CANDIDATES[_MEASURED[m, n, k]][0]
+    large = 2 * m * n * k > _LARGE_FLOPS or m * n * ELEMENT_BYTES > _LARGE_BYTES
+    tile_us = _LARGE_TILE_US if large else _TILE_US
 
     def predicted_us(candidate) -> float:
         config, first, later = candidate
         tiles_m, tiles_n = config.tiles(m, n)
         rounds = math.ceil(tiles_m * tiles_n / num_sms)
+        if large and config.teams > 1:
+            later *= _LARGE_TURNS
         steps = math.ceil(k / config.tile_k) * (first + later * (rounds - 1))
         area = config.tile_m * config.tile_n / (128 * 256)
         # In turns, all tiles but the last are stored beside the multiplication.
