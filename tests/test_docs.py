@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ulysses
 import jax_ulysses.local_attention
+from jax_ulysses import group, liveness
+from jax_ulysses.ffi import targets
 from jax_ulysses.models import UlyssesAttention
+from jax_ulysses.watchdog import Watchdog
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,21 +105,41 @@ def _call_attention():
     jax_ulysses.local_attention.call_attention(mine, x, x, x, is_causal=True)
 
 
+def _scatter_on(mesh):
+    call = jax.shard_map(
+        lambda x: jax_ulysses.scatter_heads(x, "cp", implementation="host"),
+        mesh=mesh,
+        in_specs=P(None, "cp"),
+        out_specs=P(None, None, "cp"),
+    )
+    sharding = jax.NamedSharding(mesh, P(None, "cp"))
+    x = jax.device_put(jnp.zeros((1, 16, 8, 4)), sharding)
+    jax.block_until_ready(jax.jit(call)(x))
+
+
 def _other_device_order():
     devices = jax.devices()
     jax_ulysses.initialize(jax.make_mesh((8,), ("cp",)), "cp")
     try:
-        mesh = jax.make_mesh((8,), ("cp",), devices=devices[1::-1] + devices[2:])
-        call = jax.shard_map(
-            lambda x: jax_ulysses.scatter_heads(x, "cp", implementation="host"),
-            mesh=mesh,
-            in_specs=P(None, "cp"),
-            out_specs=P(None, None, "cp"),
-        )
-        x = jax.device_put(
-            jnp.zeros((1, 16, 8, 4)), jax.NamedSharding(mesh, P(None, "cp"))
-        )
-        jax.block_until_ready(jax.jit(call)(x))
+        swapped = devices[1::-1] + devices[2:]
+        _scatter_on(jax.make_mesh((8,), ("cp",), devices=swapped))
+    finally:
+        jax_ulysses.finalize()
+
+
+def _dead_process():
+    child = subprocess.Popen(["sleep", "60"])
+    process = liveness.find(child.pid, [1])
+    child.kill()
+    child.wait()
+    mesh = jax.make_mesh((8,), ("cp",))
+    jax_ulysses.initialize(mesh, "cp")
+    session = group.find(("cp",)).session
+    watchdog = Watchdog()
+    watchdog.watch(session, targets.group_info, targets.group_fail, [process])
+    watchdog.forget(session)
+    try:
+        _scatter_on(mesh)
     finally:
         jax_ulysses.finalize()
 
@@ -164,6 +187,7 @@ MESSAGES = {
         )
     ),
     "device order differs from the one given to initialize": _other_device_order,
+    "ended without jax_ulysses.finalize()": _dead_process,
     "UlyssesAttention needs a mesh": _without_mesh,
     "is sharded over nothing on its sequence axis": _attention,
     "so the layer cannot pad it": (
