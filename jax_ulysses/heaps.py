@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 
+import jax
 from jax.sharding import Mesh
 
 from jax_ulysses import liveness, sm_budget
@@ -16,8 +17,8 @@ from jax_ulysses.watchdog import Watchdog
 
 _logger = logging.getLogger("jax_ulysses")
 
-# How long finalize waits for the other processes before it frees its own heaps. A
-# process that has died never comes.
+# How long finalize waits for the other processes before it frees its own heaps. One
+# that has died, unnoticed, never comes.
 FINALIZE_TIMEOUT_S = 20.0
 
 
@@ -126,11 +127,11 @@ def destroy(session: int, plan: Plan) -> None:
     if targets.group_info(session)["platform"] == "cpu":
         targets.group_destroy(session)
         return
-    _watchdog.forget(session)
+    ended = [process.index for process in _watchdog.forget(session)]
     # Nobody may free a heap while another process still maps it.
     targets.group_close(session)
     rendezvous = Rendezvous(plan.mesh, f"finalize {plan.axes}")
-    if not rendezvous.wait(FINALIZE_TIMEOUT_S):
+    if not rendezvous.wait(FINALIZE_TIMEOUT_S, without=ended):
         _logger.warning(
             "jax_ulysses.finalize: not all processes of the mesh came within %g s; "
             "this one frees its heaps now",
@@ -168,7 +169,8 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
         return "this process has no device in the mesh", None, plan
     rendezvous = Rendezvous(plan.mesh, f"initialize {plan.axes}")
     processes = rendezvous.processes
-    me = liveness.find(os.getpid(), sorted({rank for _, _, rank in plan.members}))
+    ranks = sorted({rank for _, _, rank in plan.members})
+    me = liveness.find(os.getpid(), jax.process_index(), ranks)
     prepared = None
     connecting = False
 

@@ -19,12 +19,14 @@ class Process:
       started: clock ticks from the start of the host to its own, which tells it from a
         later process with the same id.
       namespace: of process ids; elsewhere ``pid`` means nothing.
+      index: JAX's, ``jax.process_index()``.
       ranks: that it holds.
     """
 
     pid: int
     started: int
     namespace: str
+    index: int
     ranks: Sequence[int]
 
     @property
@@ -45,14 +47,14 @@ class Process:
         return f"rank{'s' * (len(self.ranks) > 1)} {ranks} (process {self.pid})"
 
 
-def find(pid: int, ranks: Sequence[int]) -> Process | None:
+def find(pid: int, index: int, ranks: Sequence[int]) -> Process | None:
     """A process of this host; None where there is no ``/proc`` to ask."""
     try:
         _, started = _stat(pid)
         namespace = os.readlink("/proc/self/ns/pid")
     except (OSError, ValueError):
         return None
-    return Process(pid, started, namespace, tuple(ranks))
+    return Process(pid, started, namespace, index, tuple(ranks))
 
 
 def others(me: Process | None, found: Sequence[dict | None]) -> list[Process]:

@@ -9,7 +9,7 @@ either all go on or all raise with the reason of the one that could not.
 import collections
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -75,7 +75,7 @@ class Rendezvous:
           PeerFailure: ``produce`` raised somewhere, or a process does not answer.
         """
         mine, cause = _attempt(produce)
-        answers = self._share(mine)
+        answers = self._share(mine, self.processes)
         failed = [(p, a) for p, a in zip(self.processes, answers) if "error" in a]
         if failed:
             # A wrong argument or missing memory is the user's to solve; that a
@@ -86,21 +86,27 @@ class Rendezvous:
             raise PeerFailure(where + answer["error"], answer["unavailable"]) from cause
         return [a["value"] for a in answers]
 
-    def wait(self, timeout_s: float) -> bool:
-        """Waits until all processes are here; False if one does not come in time."""
+    def wait(self, timeout_s: float, without: Collection[int] = ()) -> bool:
+        """Waits until all processes are here; False if one does not come in time.
+
+        Not for those ``without`` names, which have ended.
+        """
         if self._client is None:
             return True
         self._timeout_ms = round(timeout_s * 1000)
-        return all("error" not in a for a in self._share({"value": None}))
+        processes = [p for p in self.processes if p not in without]
+        return all("error" not in a for a in self._share({"value": None}, processes))
 
-    def _share(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def _share(
+        self, mine: dict[str, Any], processes: Sequence[int]
+    ) -> list[dict[str, Any]]:
         if self._client is None:
             return [mine]
         self._step += 1
         key = f"{self._prefix}/{self._step}/{{}}".format
         self._client.key_value_set(key(self._me), json.dumps(mine))
         answers = []
-        for process in self.processes:
+        for process in processes:
             try:
                 text = self._client.blocking_key_value_get(
                     key(process), self._timeout_ms

@@ -25,6 +25,7 @@ class _Watched:
     info: Callable[[int], dict]
     fail: Callable[[int, str], None]
     processes: list[Process]
+    ended: list[Process] = dataclasses.field(default_factory=list)
     said: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -62,18 +63,24 @@ class Watchdog:
                 )
                 self._thread.start()
 
-    def forget(self, session: int) -> None:
-        """Logs what is still unsaid about a session and stops looking after it."""
+    def forget(self, session: int) -> list[Process]:
+        """Logs what is still unsaid about a session and stops looking after it.
+
+        Returns:
+          Those of its processes that have ended.
+        """
+        ended = []
         with self._lock:
             if session in self._sessions:
                 self._look(session)
-                del self._sessions[session]
+                ended = self._sessions.pop(session).ended
             thread = self._thread if not self._sessions else None
             if thread is not None:
                 self._thread = None
                 self._wake.set()
         if thread is not None:
             thread.join()
+        return ended
 
     def _run(self) -> None:
         while not self._wake.wait(PERIOD_S):
@@ -89,6 +96,7 @@ class Watchdog:
                 _logger.error("%s", text)
         for process in [p for p in watched.processes if p.ended]:
             watched.processes.remove(process)
+            watched.ended.append(process)
             text = f"{process.description} ended without jax_ulysses.finalize()."
             watched.fail(session, f"jax_ulysses: {text}")
             # No error of this process, which may not call the group again.

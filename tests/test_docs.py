@@ -129,7 +129,7 @@ def _other_device_order():
 
 def _dead_process():
     child = subprocess.Popen(["sleep", "60"])
-    process = liveness.find(child.pid, [1])
+    process = liveness.find(child.pid, 1, [1])
     child.kill()
     child.wait()
     mesh = jax.make_mesh((8,), ("cp",))

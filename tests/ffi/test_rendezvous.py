@@ -3,6 +3,7 @@
 
 import concurrent.futures
 import threading
+import time
 import types
 
 import jax
@@ -134,6 +135,17 @@ def test_a_process_that_never_comes(world):
         assert "process 1: did not answer within 0.3 s" in str(error)
 
     assert world(lambda _, mesh: Rendezvous(mesh, "b").wait(0.2), (0, 2)) == [False] * 2
+
+    def without(index, mesh):
+        if index == 2:
+            time.sleep(0.5)  # The living are waited for.
+        start = time.monotonic()
+        return Rendezvous(mesh, "c").wait(20, without=[1]), time.monotonic() - start
+
+    (first, waited), (second, later) = world(without, (0, 2))
+    assert [first, second] == [True, True]
+    assert 0.3 < waited < 5
+    assert later < 5
 
 
 def test_disagreement_is_named():

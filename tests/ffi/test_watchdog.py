@@ -36,7 +36,7 @@ def test_watchdog_logs_each_text_once(caplog):
 
 def test_watchdog_closes_a_group_whose_process_has_died(caplog):
     child = subprocess.Popen(["sleep", "60"])
-    process = liveness.find(child.pid, [1, 3])
+    process = liveness.find(child.pid, 1, [1, 3])
     closed = {7: ["", ""], 8: [""]}
 
     def fail(session, text):
@@ -53,8 +53,8 @@ def test_watchdog_closes_a_group_whose_process_has_died(caplog):
         while not caplog.messages and time.monotonic() < end:
             time.sleep(0.02)
         time.sleep(0.3)
-        watchdog.forget(7)
-        watchdog.forget(8)
+        assert watchdog.forget(7) == [process]
+        assert watchdog.forget(8) == []
     child.wait()
     who = f"ranks 1, 3 (process {child.pid}) ended without jax_ulysses.finalize()."
     assert closed == {7: [f"jax_ulysses: {who}"] * 2, 8: [""]}
@@ -63,15 +63,16 @@ def test_watchdog_closes_a_group_whose_process_has_died(caplog):
 
 def test_liveness():
     child = subprocess.Popen(["sleep", "60"])
-    process = liveness.find(child.pid, [2])
+    process = liveness.find(child.pid, 1, [2])
     assert not process.ended
     assert process.description == f"rank 2 (process {child.pid})"
-    me = liveness.find(os.getpid(), [0])
+    me = liveness.find(os.getpid(), 0, [0])
     elsewhere = dataclasses.replace(process, namespace="pid:[1]")
     found = [p and dataclasses.asdict(p) for p in (me, process, elsewhere, None)]
     # Through JSON, as between processes.
     (again,) = liveness.others(me, json.loads(json.dumps(found)))
-    assert (again.pid, again.ranks, again.ended) == (child.pid, [2], False)
+    assert (again.pid, again.index, again.ranks) == (child.pid, 1, [2])
+    assert not again.ended
     assert liveness.others(None, found) == []
     assert dataclasses.replace(process, started=process.started - 1).ended
     child.kill()
@@ -80,4 +81,4 @@ def test_liveness():
     assert again.ended
     child.wait()
     assert again.ended
-    assert liveness.find(child.pid, [2]) is None
+    assert liveness.find(child.pid, 1, [2]) is None
