@@ -90,15 +90,22 @@ class Watchdog:
 
     def _look(self, session: int) -> None:
         watched = self._sessions[session]
-        for text in watched.info(session)["closed"]:
-            if text and text not in watched.said:
-                watched.said.add(text)
-                _logger.error("%s", text)
+        self._log_faults(session)
         for process in [p for p in watched.processes if p.ended]:
             watched.processes.remove(process)
             watched.ended.append(process)
             text = f"{process.description} ended without jax_ulysses.finalize()."
-            watched.fail(session, f"jax_ulysses: {text}")
-            # No error of this process, which may not call the group again.
-            watched.said.update(watched.info(session)["closed"])
+            # A warning: this process may not call the group again.
             _logger.warning("%s Calls of its group can only fail from now on.", text)
+            watched.fail(session, f"jax_ulysses: {text}")
+            closed = watched.info(session)["closed"]
+            watched.said.update(line for line in closed if text in line)
+            # A kernel may have closed the group first.
+            self._log_faults(session)
+
+    def _log_faults(self, session: int) -> None:
+        watched = self._sessions[session]
+        for text in watched.info(session)["closed"]:
+            if text and text not in watched.said:
+                watched.said.add(text)
+                _logger.error("%s", text)

@@ -5,12 +5,21 @@ import dataclasses
 import json
 import logging
 import os
+import pathlib
 import subprocess
 import threading
 import time
 
-from jax_ulysses import liveness
+from jax_ulysses import heaps, liveness
+from jax_ulysses.testing import run_ranks
 from jax_ulysses.watchdog import Watchdog
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+
+
+def no_death(session, text):
+    """A watchdog that has no processes to look after never calls it."""
+    raise AssertionError(text)
 
 
 def test_watchdog_logs_each_text_once(caplog):
@@ -18,7 +27,7 @@ def test_watchdog_logs_each_text_once(caplog):
     watchdog = Watchdog()
     with caplog.at_level(logging.ERROR, logger="jax_ulysses"):
         for session in closed:
-            watchdog.watch(session, lambda s: {"closed": closed[s]}, print)
+            watchdog.watch(session, lambda s: {"closed": closed[s]}, no_death)
         closed[2][1] = "rank 3 waited"
         end = time.monotonic() + 5
         while not caplog.messages and time.monotonic() < end:
@@ -82,3 +91,42 @@ def test_liveness():
     child.wait()
     assert again.ended
     assert liveness.find(child.pid, 1, [2]) is None
+
+
+def test_a_fault_that_comes_with_a_death_is_logged_too(caplog):
+    """The fault closes the group first, and its text stays."""
+    child = subprocess.Popen(["true"])
+    child.wait()
+    gone = liveness.Process(child.pid, 0, "", 1, [1])
+    closed = []
+    watchdog = Watchdog()
+    with caplog.at_level(logging.WARNING, logger="jax_ulysses"):
+        watchdog.watch(
+            5, lambda _: {"closed": closed}, lambda *_: closed.append("fault"), [gone]
+        )
+        watchdog.forget(5)
+    assert "fault" in caplog.messages
+    assert any("ended without" in text for text in caplog.messages)
+
+
+def test_the_others_hear_of_a_death_and_leave():
+    """In processes, through JAX's store; only the kernels are a stand-in."""
+    results = run_ranks(
+        "tests.ffi.process_groups:one_dies",
+        3,
+        1,
+        rig="processes",
+        timeout_s=90,
+        may_fail=[1],
+        paths=[ROOT],
+        environment={"JAX_PLATFORMS": "cpu"},
+    )
+    assert results[1].returncode == -9
+    for result in (results[0], results[2]):
+        value = result.value
+        assert value["orderly"] == "", value
+        assert value["closed"].startswith("jax_ulysses: rank 1 (process "), value
+        assert "ended without jax_ulysses.finalize()" in result.log
+        # Not the 20 s in which one may still come.
+        assert value["seconds"] < heaps.FINALIZE_TIMEOUT_S / 2, value
+        assert "not all processes of the mesh came" not in result.log
