@@ -67,10 +67,23 @@ class GemmConfig:
         cut = math.ceil(self.tile_n / CONSUMERS / 64) * 64
         return (0, cut), (cut, self.tile_n)
 
+    def columns_of(self, group) -> tuple[int, int]:
+        """Of ``group_columns``; ``group`` may be traced if all have the same."""
+        return self.group_columns[group if self.split == "n" else 0]
+
     @property
     def teams(self) -> int:
         """Sets of consumers with tiles, and so with barriers, of their own."""
         return CONSUMERS if self.split == "tiles" else 1
+
+    @property
+    def stores_late(self) -> bool:
+        """A tile is stored while its own warpgroups multiply the next one.
+
+        In turns, the other one multiplies meanwhile anyway; and tiles of 64 rows, whose
+        warpgroups do not have as much to multiply, became 1 to 4 % slower.
+        """
+        return self.split == "m"
 
     def tiles(self, m: int, n: int) -> tuple[int, int]:
         """Tiles in both dimensions; the last ones may reach over the edge."""
@@ -154,64 +167,40 @@ def refusal(
     return None
 
 
-_LONG_ROWS = GemmConfig(tile_m=64, tile_n=320, split="n", band=32)
-# Tilings worth having, and what a pipeline step costs in microseconds: in the first
-# round of tiles, and in later ones. Fitted to an H200's times of 141 pairs of shape and
-# tiling (M = 512 to 2048, 13 pairs of N and K from 2048 to 15360): off by 3 % (RMS), by
-# 11 % at worst; turns to those of 20 shapes in a later run. 128x160 is not here because
-# its boxes are only 32 columns wide: a third slower than XLA's dot. docs/pallas.md says
-# what else was measured and left out.
+# Tilings worth having, and what they cost in microseconds: a call, to start and to
+# store the last tiles; a step of K=64 in the first round of tiles; and one in later
+# rounds. Fitted to an H200's times of 63 shapes (M = 512 to 16384, N and K from 2048 to
+# 18432): what is chosen is 0.1 % slower than the fastest of them on average, 1.1 % at
+# worst.
+# 128x160 is not here because its boxes are only 32 columns wide: a third slower than
+# XLA's dot. docs/pallas.md says what else was measured and left out.
 CANDIDATES = (
-    (GemmConfig(), 0.62, 0.65),
-    (GemmConfig(tile_n=192), 0.47, 0.49),
-    (GemmConfig(tile_n=128, stages=6, split="tiles"), 0.36, 0.338),
-    (_LONG_ROWS, 0.41, 0.43),
-    (GemmConfig(tile_m=64, tile_n=192, split="n", band=32, stages=6), 0.26, 0.265),
-    (GemmConfig(tile_m=64, tile_n=128, split="n", stages=8), 0.20, 0.19),
+    (GemmConfig(), 3.5, 0.6, 0.68),
+    (GemmConfig(tile_n=192), 2.3, 0.472, 0.517),
+    (GemmConfig(tile_n=128, stages=6, split="tiles"), 4.1, 0.271, 0.349),
+    (GemmConfig(tile_m=64, tile_n=320, split="n", band=32), 3.3, 0.375, 0.44),
+    (GemmConfig(tile_m=64, tile_n=448, split="n", band=32, stages=3), 3.3, 0.604, 0.61),
+    (GemmConfig(tile_m=64, tile_n=192, split="n", band=32, stages=6), 2.2, 0.25, 0.267),
+    (GemmConfig(tile_m=64, tile_n=128, split="n", stages=8), 2.2, 0.175, 0.19),
 )
-# What a tile of 128x256 costs besides: filling the pipeline, and storing.
-_TILE_US = 0.9
-# Of calls that take about half a millisecond or more, in which XLA's dot, too, is 6 %
-# slower, and of results that large, turns lose less. By all tilings of 86 shapes, and
-# of 14 in earlier runs (docs/pallas.md).
-_LARGE_FLOPS = 3.5e11
-_LARGE_BYTES = 2 * 50 * 2**20  # of the result: twice the L2 of an H100 or H200
-_LARGE_TILE_US = 1.6
-_LARGE_TURNS = 0.962
-# By how much another tiling than the first must be predicted to be faster.
-_MARGIN = 1.02
-# M, N, K on 132 SMs that were more than 5 % over XLA's dot, and what was 1 to 8 %
-# faster there than the predicted tiling in a run of all tilings.
-_MEASURED_SMS = 132
-_MEASURED = {
-    (1024, 7168, 5120): _LONG_ROWS,
-    (8192, 2880, 4096): _LONG_ROWS,
-    (32768, 2048, 2048): GemmConfig(),
-}
+# In calls of about a millisecond or more all tilings are slower, turns less so.
+_LARGE_FLOPS = 7e11
+_LARGE_TURNS = 0.98
 
 
 def choose(m: int, n: int, k: int, num_sms: int) -> GemmConfig:
-    """The tiling that was fastest, or else the one with the shortest predicted time.
+    """The tiling with the shortest predicted time.
 
     All SMs work on a tile at a time, so the time is that of a tile times the number
     of rounds, of which the last one may be nearly empty.
     """
-    if num_sms == _MEASURED_SMS and (m, n, k) in _MEASURED:
-        return _MEASURED[m, n, k]
-    large = 2 * m * n * k > _LARGE_FLOPS or m * n * ELEMENT_BYTES > _LARGE_BYTES
-    tile_us = _LARGE_TILE_US if large else _TILE_US
+    large = 2 * m * n * k > _LARGE_FLOPS
 
     def predicted_us(candidate) -> float:
-        config, first, later = candidate
-        tiles_m, tiles_n = config.tiles(m, n)
-        rounds = math.ceil(tiles_m * tiles_n / num_sms)
+        config, call, first, later = candidate
+        rounds = math.ceil(math.prod(config.tiles(m, n)) / num_sms)
         if large and config.teams > 1:
             later *= _LARGE_TURNS
-        steps = math.ceil(k / config.tile_k) * (first + later * (rounds - 1))
-        area = config.tile_m * config.tile_n / (128 * 256)
-        # In turns, all tiles but the last are stored beside the multiplication.
-        stores = rounds if config.teams == 1 else 1
-        margin = 1.0 if candidate is CANDIDATES[0] else _MARGIN
-        return margin * (steps + tile_us * area * stores)
+        return call + math.ceil(k / config.tile_k) * (first + later * (rounds - 1))
 
     return min(CANDIDATES, key=predicted_us)[0]

@@ -8,7 +8,8 @@ block (``layout.Segment``).
 A CTA has three warpgroups and a ring of ``stages`` slots in shared memory:
 
 - the producer issues TMA loads, for one tile after the other without a pause;
-- two consumers multiply (WGMMA), each its half of the tile, and store it by TMA.
+- two consumers multiply (WGMMA), each its half of the tile, and store it by TMA; halves
+  of its rows while they multiply the next tile.
 
 ==========  ==================================  =====================================
 barrier     who arrives, when                   who waits, before what
@@ -33,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ulysses.pallas.config import CONSUMERS
-from jax_ulysses.pallas.epilogue_mgpu import store_locally, store_piece, store_tile
+from jax_ulysses.pallas.epilogue_mgpu import Epilogue, store_locally
 from jax_ulysses.pallas.plan import Plan
 
 # 512 registers a lane and four warps: the producer gives up what it does not need.
@@ -67,11 +68,9 @@ def cta(
 
     def consume(group):
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        piece = functools.partial(
-            store_piece, out_refs=out_refs, plan=plan, store=store
-        )
-        epilogue = functools.partial(
-            store_tile, bias_ref, out_smem.at[group], piece, plan
+        first, stop = plan.config.columns_of(group)
+        epilogue = Epilogue(
+            bias_ref, out_refs, out_smem.at[group], stop - first, plan, store
         )
         _consume(group, a_smem, w_smem, full, empty, epilogue, plan)
 
@@ -89,16 +88,16 @@ def _num_tiles(plan: Plan):
     return lax.div(plan.tiles[0] * plan.tiles[1] - cta + ctas - 1, ctas)
 
 
-def _for_each_tile(plan: Plan, body, first=0, stride: int = 1) -> None:
-    """Calls body(first row, first column, first pipeline step) for a CTA's tiles.
+def _for_each_tile(plan: Plan, body, first=0, stride: int = 1, carry=None):
+    """Calls body(first row, first column, first step, carry) for a CTA's tiles.
 
     All warpgroups of a CTA walk the same tiles in the same order, or every
-    ``stride``-th of them from ``first`` on.
+    ``stride``-th of them from ``first`` on. Each call returns the carry of the next.
     """
     config = plan.config
     ctas, cta = lax.axis_size("ctas"), lax.axis_index("ctas")
 
-    def tile(i, _):
+    def tile(i, carry):
         local = first + i * stride
         m, n = plgpu.planar_snake(
             local * ctas + cta,
@@ -106,10 +105,10 @@ def _for_each_tile(plan: Plan, body, first=0, stride: int = 1) -> None:
             "mn".index(config.band_dim),
             config.band,
         )
-        body(m * config.tile_m, n * config.tile_n, local * plan.k_steps)
+        return body(m * config.tile_m, n * config.tile_n, local * plan.k_steps, carry)
 
     count = lax.div(_num_tiles(plan) - first + stride - 1, stride)
-    lax.fori_loop(0, count, tile, None)
+    return lax.fori_loop(0, count, tile, carry)
 
 
 def _team(step, plan: Plan):
@@ -128,7 +127,7 @@ def _produce(a_refs, w_ref, a_smem, w_smem, full, empty, plan: Plan):
         slot = lax.rem(step, config.stages)
         plgpu.barrier_wait(empty.at[team * config.stages + slot])
 
-    def tile(m, n, step):
+    def tile(m, n, step, _):
         team = _team(step, plan)
         for ref, segment in zip(a_refs, plan.a):
             per_block = plan.k_tiles(segment)
@@ -177,7 +176,7 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
     if config.split == "m":
         row = group * config.group_m
         rows = pl.ds(row, config.group_m)
-    column, stop = config.group_columns[group if config.split == "n" else 0]
+    column, stop = config.columns_of(group)
     columns = pl.ds(column, stop - column)
 
     # Every slot is empty at first; the producer asks the first team.
@@ -187,13 +186,18 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
         def _(slot):
             plgpu.barrier_arrive(empty.at[slot])
 
-    def tile(m, n, step):
-        @functools.partial(
-            pl.run_scoped, acc=plgpu.ACC((config.group_m, stop - column), jnp.float32)
-        )
-        def _(acc):
-            def multiply(k):
-                slot = lax.rem(step + k, config.stages)
+    late = len(epilogue.offsets) if config.stores_late else 0
+
+    def following(slot):
+        return lax.select(slot == config.stages - 1, jnp.int32(0), slot + 1)
+
+    def tile(m, n, _, carry):
+        # The slot is carried along. One computed from the step would often be a
+        # constant: ptxas then keeps the addresses of each in registers, and spills.
+        first, finished = carry
+
+        def multiply_tile(acc):
+            def multiply(slot):
                 plgpu.barrier_wait(full.at[team * config.stages + slot])
                 if plan.w_transposed:
                     w = w_smem.at[slot, columns].transpose((1, 0))
@@ -201,21 +205,45 @@ def _consume(group, a_smem, w_smem, full, empty, epilogue, plan: Plan):
                     w = w_smem.at[slot, :, columns]
                 plgpu.wgmma(acc, a_smem.at[slot, rows], w)
 
-            def release(k):
-                slot = lax.rem(step + k, config.stages)
+            def release(slot):
                 plgpu.barrier_arrive(empty.at[team * config.stages + slot])
 
-            def one_step(k, _):
-                multiply(k)
+            def step(_, before):
+                slot = following(before)
+                multiply(slot)
                 # The step before has read its slot; this one is still running.
                 plgpu.wgmma_wait(1)
-                release(k - 1)
+                release(before)
+                return slot
 
-            multiply(0)
-            lax.fori_loop(1, plan.k_steps, one_step, None)
+            slot = first
+            multiply(slot)
+            # The tile before is stored beside the first steps, a piece beside each.
+            for piece in range(late):
+                if 0 < piece < plan.k_steps:
+                    slot = step(piece, slot)
+                epilogue.store(finished, piece)
+            done = min(max(late, 1), plan.k_steps)
+            slot = lax.fori_loop(done, plan.k_steps, step, slot)
             plgpu.wgmma_wait(0)
-            release(plan.k_steps - 1)
-            epilogue(acc[...], m + row, n + column)
+            release(slot)
+            return slot, epilogue.finish(acc[...], m + row, n + column)
 
-    _for_each_tile(plan, tile, team, config.teams)
+        acc = plgpu.ACC((config.group_m, stop - column), jnp.float32)
+        slot, finished = pl.run_scoped(multiply_tile, acc)
+        if config.teams == 1:
+            slot = following(slot)
+        else:
+            others = (config.teams - 1) * plan.k_steps
+            slot = lax.rem(slot + 1 + others, config.stages)
+        if late:
+            return slot, finished
+        epilogue.store_all(finished)
+        return slot, None
+
+    first = lax.rem(jnp.int32(team * plan.k_steps), config.stages)
+    finished = epilogue.nothing() if late else None
+    _, finished = _for_each_tile(plan, tile, team, config.teams, (first, finished))
+    if late:
+        epilogue.store_all(finished)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

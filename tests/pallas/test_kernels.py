@@ -38,6 +38,28 @@ CASES = {
     "columns split between warpgroups": {"config": SMALL | {"split": "n"}},
     "more tiles than SMs": {"rows": 384, "other": 64, "sms": 1, "head_dim": 96},
     "default tiling": {"config": {}, "rows": 72, "other": 64},
+    "stored beside the next tile, which has fewer steps than pieces": {
+        "config": {},
+        "rows": 392,
+        "other": 128,
+        "sms": 1,
+    },
+    "stored beside the next tile, replicated heads, tails": {
+        "config": {},
+        "rows": 200,
+        "other": 400,
+        "head_dim": 80,
+        "ranks": 4,
+        "sms": 2,
+    },
+    "stored beside the next tile, gather, transposed weight": {
+        "config": {"tile_n": 192},
+        "dataflow": "a2a_gemm",
+        "rows": 264,
+        "other": 528,
+        "w_transposed": True,
+        "sms": 2,
+    },
     "192 columns": {"config": {"tile_n": 192}, "rows": 72, "other": 64, "ranks": 1},
     "160 columns, five stages": {
         "config": {"tile_n": 160, "stages": 5},
@@ -73,6 +95,11 @@ CASES = {
         "other": 80,
         "head_dim": 80,
         "w_transposed": True,
+    },
+    "64 rows, 448 columns, three stages": {
+        "config": HALF | {"tile_n": 448, "stages": 3},
+        "rows": 72,
+        "other": 320,
     },
     "64 rows, gather": {
         "config": HALF | {"tile_n": 320},

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Pallas GEMM with each of its tilings, on one GPU and without an exchange."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.gpu import tilings
+from tests.gpu.conftest import RIG, ROOT
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """Of all cases, which one process runs: pytest's own must not hold the GPU."""
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.tilings"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(RIG == "cpu", reason="Mosaic GPU kernels run on GPUs")
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("name", tilings.cases())
+def test_tiling(name, outcomes):
+    outcome = outcomes[name]
+    limit = 4e-3 if tilings.cases()[name]["dtype"] == "bfloat16" else 6e-4
+    assert outcome["distance"] <= limit
+    assert outcome["same"], "a second call gave other bits"
