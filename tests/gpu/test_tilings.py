@@ -11,6 +11,9 @@ import pytest
 from tests.gpu import tilings
 from tests.gpu.conftest import RIG, ROOT
 
+if RIG == "cpu":
+    pytest.skip("needs a GPU: Mosaic GPU kernels", allow_module_level=True)
+
 
 @pytest.fixture(scope="module")
 def outcomes():
@@ -27,7 +30,6 @@ def outcomes():
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif(RIG == "cpu", reason="Mosaic GPU kernels run on GPUs")
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("name", tilings.cases())
 def test_tiling(name, outcomes):
