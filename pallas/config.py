@@ -170,8 +170,9 @@ def refusal(
 # Tilings worth having, and what they cost in microseconds: a call, to start and to
 # store the last tiles; a step of K=64 in the first round of tiles; and one in later
 # rounds. Fitted to an H200's times of 63 shapes (M = 512 to 16384, N and K from 2048 to
-# 18432): what is chosen is 0.1 % slower than the fastest of them on average, 1.1 % at
-# worst.
+# 18432), those of 64x448 to three: what is chosen is 0.1 % slower than the fastest of
+# the others on average, 1.1 % at worst. (Most times of tiles of 64 rows are estimates:
+# they were measured stored late, and at five shapes both ways.)
 # 128x160 is not here because its boxes are only 32 columns wide: a third slower than
 # XLA's dot. docs/pallas.md says what else was measured and left out.
 CANDIDATES = (

@@ -13,7 +13,7 @@ import json
 import numpy as np
 
 from jax_ulysses.pallas.config import CANDIDATES
-from tests.pallas.interpreted import run, worst_distance
+from tests.pallas.run_kernel import run, worst_distance
 
 # Heads, head dimension, rows, the other dimension, P: tails in rows, columns and depth;
 # copies of heads and a depth that is a multiple of every ring; one step of depth.

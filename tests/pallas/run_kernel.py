@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kernel in Pallas's GPU interpreter: ``python interpreted.py '<case as JSON>'``.
+"""One kernel, compared with float64 in numpy; on a GPU, or in Pallas's interpreter.
 
-Runs in a process of its own: after one failure the interpreter fails everything that
-comes later in its process. Compares with float64 in numpy and prints the worst
-relative L2 distance of a block.
+``python run_kernel.py '<case as JSON>'`` interprets one case and prints the worst
+relative L2 distance of a block. It takes a process of its own: after one failure the
+interpreter fails everything that comes later in its process.
 """
 
 import json
@@ -16,6 +16,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_ulysses.pallas.config import GemmConfig
 from jax_ulysses.pallas.layout import segments_of
 from jax_ulysses.pallas.projections import project_from_blocks, project_to_blocks
+
+# Largest distance of a result that is rounded once.
+LIMITS = {"bfloat16": 4e-3, "float16": 6e-4}
 
 
 def _distance(actual, expected) -> float:
