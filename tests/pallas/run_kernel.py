@@ -28,8 +28,11 @@ def _distance(actual, expected) -> float:
     return np.inf if np.isnan(error) else float(error)
 
 
-def run(case: dict, interpret=None) -> list[tuple]:
-    """(result, what it should be) of every block; on a GPU without ``interpret``."""
+def prepare(case: dict, interpret=None) -> tuple:
+    """(function, its operands, the float64 blocks that its result should be).
+
+    For a GPU without ``interpret``.
+    """
     rng = np.random.default_rng(0)
     dtype, rows, other = jnp.dtype(case["dtype"]), case["rows"], case["other"]
     scattered = case["dataflow"] == "gemm_a2a"
@@ -58,23 +61,31 @@ def run(case: dict, interpret=None) -> list[tuple]:
             )
             for s in segments
         ]
-        y = project_from_blocks(parts, weight, bias, segments, **kwargs)
-        return [(y, expected)]
-    results = project_to_blocks(jnp.asarray(x), weight, bias, segments, **kwargs)
-    pairs = []
-    for segment, result in zip(segments, results):
-        for i, stored in enumerate(result):
+
+        def from_blocks(parts, weight, bias):
+            return [project_from_blocks(parts, weight, bias, segments, **kwargs)]
+
+        return from_blocks, (parts, weight, bias), [expected]
+
+    def to_blocks(x, weight, bias):
+        results = project_to_blocks(x, weight, bias, segments, **kwargs)
+        return [block for result in results for block in result]
+
+    blocks = []
+    for segment in segments:
+        for i in range(segment.blocks * segment.copies):
             start = segment.start + i // segment.copies * segment.width
-            pairs.append((stored, expected[:, start : start + segment.width]))
-    return pairs
+            blocks.append(expected[:, start : start + segment.width])
+    return to_blocks, (jnp.asarray(x), weight, bias), blocks
 
 
-def worst_distance(case: dict, pairs) -> float:
+def worst_distance(case: dict, actual, expected) -> float:
     """Largest relative L2 distance of a block."""
-    assert all(actual.dtype == jnp.dtype(case["dtype"]) for actual, _ in pairs)
-    return max(_distance(*pair) for pair in pairs)
+    assert all(block.dtype == jnp.dtype(case["dtype"]) for block in actual)
+    return max(_distance(*pair) for pair in zip(actual, expected, strict=True))
 
 
 if __name__ == "__main__":
     chosen = json.loads(sys.argv[1])
-    print(json.dumps(worst_distance(chosen, run(chosen, plgpu.InterpretGPUParams()))))
+    kernel, operands, wanted = prepare(chosen, plgpu.InterpretGPUParams())
+    print(json.dumps(worst_distance(chosen, kernel(*operands), wanted)))
