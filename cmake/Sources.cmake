@@ -60,6 +60,7 @@ set(JAX_ULYSSES_CUDA_SOURCES ffi/cuda/calls.cc ffi/cuda/cuda_heap.cc ffi/cuda/re
 set(JAX_ULYSSES_TESTS
     call_order_test
     exchange_order_test
+    group_test
     head_exchange_test
     heuristics_test
     kernel_orders_test

@@ -53,4 +53,11 @@ void CallOrder::Finish(int rank) {
   while (!entries_.empty() && entries_.front().taken == all) entries_.pop_front();
 }
 
+std::vector<int64_t> CallOrder::Unfinished() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<int64_t> runs;
+  for (const Entry& entry : entries_) runs.push_back(entry.key.run);
+  return runs;
+}
+
 }  // namespace jax_ulysses

@@ -43,6 +43,9 @@ class CallOrder {
   // `rank` has run the call that it took last.
   void Finish(int rank);
 
+  // Runs with calls that have not come on all ranks, or have not begun there.
+  std::vector<int64_t> Unfinished();
+
  private:
   struct Entry {
     CallKey key;

@@ -2,7 +2,9 @@
 #include "group.h"
 
 #include <map>
+#include <set>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -19,12 +21,16 @@ struct Group {
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, Group> groups;
+  // By session, executions of which some ranks met a closed line. What their other ranks bring to
+  // the session's next group would wait there for calls that never come.
+  std::map<int64_t, std::set<int64_t>> lost_runs;
   std::map<std::string, HeapFactory> platforms = {
       {"cpu",
        [](const HeapLayout& layout, int64_t /*deadline_ms*/, uint32_t start_epoch,
           const std::vector<Member>& /*members*/) { return MakeHostHeap(layout, start_epoch); }}};
 
   Group& Find(int64_t session);
+  void Lose(int64_t session, int64_t run);
 };
 
 // Never destroyed: XLA's threads may outlive static destructors.
@@ -47,6 +53,14 @@ Group& Registry::Find(int64_t session) {
   auto found = groups.find(session);
   if (found == groups.end()) throw UnknownSession(session);
   return found->second;
+}
+
+void Registry::Lose(int64_t session, int64_t run) {
+  // Run ids grow, and executions end: the oldest may be forgotten.
+  constexpr size_t kMost = 4096;
+  std::set<int64_t>& runs = lost_runs[session];
+  if (run != 0) runs.insert(run);
+  if (runs.size() > kMost) runs.erase(runs.begin());
 }
 
 // Returns the number of lines.
@@ -103,18 +117,28 @@ namespace {
 
 void PumpAfter(const RankHandle& handle);
 
+void Run(const RankHandle& handle, const CallOrder::Job& job) {
+  const std::function<void()> done = job();
+  handle.line->order().Finish(handle.rank);
+  PumpAfter(handle);
+  // Last: XLA goes on with the program inside of it, on this thread, and may block there.
+  done();
+}
+
 // Starts the next call of a rank, if there is one.
 void Pump(const RankHandle& handle) {
   Line& line = *handle.line;
   CallOrder::Job job = line.order().Take(handle.rank, !line.closed_text().empty());
   if (!job) return;
-  std::thread([handle, job = std::move(job)] {
-    const std::function<void()> done = job();
-    handle.line->order().Finish(handle.rank);
-    PumpAfter(handle);
-    // Last: XLA goes on with the program inside of it, on this thread, and may block there.
-    done();
-  }).detach();
+  try {
+    std::thread([handle, job] { Run(handle, job); }).detach();
+  } catch (const std::system_error& error) {
+    // On this thread, which is XLA's, it must not wait for others: the line ends.
+    line.Close("rank " + std::to_string(handle.rank) +
+               " cannot start a thread for a call: " + error.what() + ".");
+    line.heap().Interrupt();
+    Run(handle, job);
+  }
 }
 
 void PumpAll(const std::shared_ptr<Line>& line) {
@@ -133,7 +157,14 @@ void PumpAfter(const RankHandle& handle) {
 }  // namespace
 
 void Submit(const RankHandle& handle, const CallKey& key, CallOrder::Job job) {
-  handle.line->order().Arrive(handle.rank, key, std::move(job));
+  Line& line = *handle.line;
+  line.order().Arrive(handle.rank, key, std::move(job));
+  // Asked after Arrive: CloseGroup, which closes first, else sees the call.
+  if (!line.closed_text().empty()) {
+    Registry& registry = TheRegistry();
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.Lose(line.session(), key.run);
+  }
   Pump(handle);
 }
 
@@ -159,46 +190,65 @@ std::vector<std::string> Platforms() {
 
 std::vector<HeapRecord> PrepareGroup(const GroupConfig& config) {
   Registry& registry = TheRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  const int32_t num_lines = CheckConfig(config, registry);
-  if (registry.groups.count(config.session) != 0) {
-    throw Wrong(config, "the session exists already; destroy it first");
-  }
-  Group group;
-  group.config = config;
-  std::vector<HeapRecord> records;
-  for (int32_t i = 0; i < num_lines; ++i) {
-    std::vector<Member> members;
-    for (const Member& m : config.members) {
-      if (m.line == i) members.push_back(m);
+  HeapFactory make_heap;
+  int32_t num_lines = 0;
+  {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    num_lines = CheckConfig(config, registry);
+    if (registry.groups.count(config.session) != 0) {
+      throw Wrong(config, "the session exists already; destroy it first");
     }
-    group.lines.push_back(
-        members.empty()
-            ? nullptr
-            : std::make_shared<Line>(config, i, members, registry.platforms.at(config.platform)));
-    if (group.lines.back() == nullptr) continue;
-    for (const HeapRecord& record : group.lines.back()->heap().Export()) records.push_back(record);
+    registry.groups[config.session].config = config;
+    make_heap = registry.platforms.at(config.platform);
   }
-  registry.groups.emplace(config.session, std::move(group));
+  // Without the lock: a device may be busy with a kernel that waits for another device, whose
+  // handler wants the lock.
+  std::vector<std::shared_ptr<Line>> lines(static_cast<size_t>(num_lines));
+  std::vector<HeapRecord> records;
+  try {
+    for (int32_t i = 0; i < num_lines; ++i) {
+      std::vector<Member> members;
+      for (const Member& m : config.members) {
+        if (m.line == i) members.push_back(m);
+      }
+      if (members.empty()) continue;
+      auto& line = lines[static_cast<size_t>(i)];
+      line = std::make_shared<Line>(config, i, members, make_heap);
+      for (const HeapRecord& record : line->heap().Export()) records.push_back(record);
+    }
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    registry.groups.erase(config.session);
+    throw;
+  }
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  registry.Find(config.session).lines = std::move(lines);
   return records;
 }
 
 void ConnectGroup(int64_t session, const std::vector<HeapRecord>& records) {
   Registry& registry = TheRegistry();
-  std::lock_guard<std::mutex> lock(registry.mutex);
-  Group& group = registry.Find(session);
-  if (group.closed || !group.by_device.empty()) {
-    throw std::invalid_argument("session " + std::to_string(session) +
-                                " is connected already, or closed");
+  std::vector<std::shared_ptr<Line>> lines;
+  {
+    std::lock_guard<std::mutex> lock(registry.mutex);
+    const Group& group = registry.Find(session);
+    if (group.closed || !group.by_device.empty()) {
+      throw std::invalid_argument("session " + std::to_string(session) +
+                                  " is connected already, or closed");
+    }
+    lines = group.lines;
   }
-  for (size_t i = 0; i < group.lines.size(); ++i) {
-    if (group.lines[i] == nullptr) continue;
+  // Without the lock, as above.
+  for (size_t i = 0; i < lines.size(); ++i) {
+    if (lines[i] == nullptr) continue;
     std::vector<HeapRecord> of_line;
     for (const HeapRecord& record : records) {
       if (record.member.line == static_cast<int32_t>(i)) of_line.push_back(record);
     }
-    group.lines[i]->heap().Connect(of_line);
+    lines[i]->heap().Connect(of_line);
   }
+  std::lock_guard<std::mutex> lock(registry.mutex);
+  Group& group = registry.Find(session);
   for (const Member& m : group.config.members) {
     group.by_device[m.device_ordinal] = {group.lines[static_cast<size_t>(m.line)], m.rank};
   }
@@ -241,7 +291,12 @@ void CloseGroup(int64_t session) {
                 " was destroyed while a call was running.");
     if (!on_threads) line->WaitForLaunches();
     line->heap().Interrupt();
-    if (on_threads) PumpAll(line);
+    if (on_threads) {
+      const std::vector<int64_t> unfinished = line->order().Unfinished();
+      PumpAll(line);
+      std::lock_guard<std::mutex> lock(TheRegistry().mutex);
+      for (const int64_t run : unfinished) TheRegistry().Lose(session, run);
+    }
     line->heap().Disconnect();
   }
 }
@@ -294,11 +349,21 @@ void InjectFault(int64_t session, int32_t line, int32_t rank, const std::string&
   group.lines[static_cast<size_t>(line)]->Inject(rank, {found_kind->second, value});
 }
 
-RankHandle FindRank(int64_t session, int32_t device_ordinal) {
+RankHandle FindRank(int64_t session, int32_t device_ordinal, int64_t run) {
   Registry& registry = TheRegistry();
   std::lock_guard<std::mutex> lock(registry.mutex);
-  const Group& group = registry.Find(session);
-  if (group.closed) throw UnknownSession(session);
+  const auto found = registry.groups.find(session);
+  if (found == registry.groups.end() || found->second.closed) {
+    registry.Lose(session, run);
+    throw UnknownSession(session);
+  }
+  const Group& group = found->second;
+  const auto lost = registry.lost_runs.find(session);
+  if (lost != registry.lost_runs.end() && lost->second.count(run) != 0) {
+    throw std::invalid_argument("this execution of the program began before the group of session " +
+                                std::to_string(session) +
+                                " was made, and has failed on other ranks: run it again");
+  }
   const auto handle = group.by_device.find(device_ordinal);
   if (handle == group.by_device.end()) {
     throw std::invalid_argument("device " + std::to_string(device_ordinal) +

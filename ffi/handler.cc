@@ -179,7 +179,7 @@ host::Hash Agreement(const CallContext& context, const host::Shape& shape, ffi::
 
 void FindHandle(CallContext& context) {
   try {
-    context.handle = FindRank(context.session, context.device_ordinal);
+    context.handle = FindRank(context.session, context.device_ordinal, context.run_id);
   } catch (const std::exception& missing) {
     throw MissingGroupError(missing.what());
   }

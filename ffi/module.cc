@@ -80,9 +80,13 @@ nb::bytes GroupPrepare(int64_t session, int32_t num_ranks, const Members& member
                        int64_t slot_bytes, int64_t num_slots, int64_t deadline_ms,
                        const std::string& platform, uint32_t start_epoch, int32_t num_lines,
                        int32_t sm_budget, int32_t comm_ctas) {
-  const std::vector<HeapRecord> records =
-      PrepareGroup(MakeConfig(session, num_ranks, members, slot_bytes, num_slots, deadline_ms,
-                              platform, start_epoch, num_lines, sm_budget, comm_ctas));
+  std::vector<HeapRecord> records;
+  {
+    const nb::gil_scoped_release unlocked;
+    records = PrepareGroup(MakeConfig(session, num_ranks, members, slot_bytes, num_slots,
+                                      deadline_ms, platform, start_epoch, num_lines, sm_budget,
+                                      comm_ctas));
+  }
   std::string bytes(kMagic, sizeof(kMagic));
   bytes.append(reinterpret_cast<const char*>(records.data()), records.size() * sizeof(HeapRecord));
   return nb::bytes(bytes.data(), bytes.size());
@@ -101,6 +105,7 @@ void GroupConnect(int64_t session, const std::vector<nb::bytes>& blobs) {
     std::memcpy(static_cast<void*>(records.data() + before), blob.c_str() + sizeof(kMagic),
                 size - sizeof(kMagic));
   }
+  const nb::gil_scoped_release unlocked;
   ConnectGroup(session, records);
 }
 

@@ -58,7 +58,8 @@ Status LoadKernel(const Entry& entry) {
 template <class Entry>
 Status ResidentCtas(const Entry& entry, const Device& device, int32_t& ctas) {
   static std::mutex mutex;
-  static std::unordered_map<const void*, int32_t> known[kMaxDevices];
+  // Never destroyed, as the cache below.
+  static auto* const known = new std::unordered_map<const void*, int32_t>[kMaxDevices];
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = known[device.index].find(entry.rank_kernel);
   if (found != known[device.index].end()) {
@@ -135,8 +136,9 @@ class ParamsCache {
  public:
   using Params = std::shared_ptr<const void>;
   static ParamsCache& Get() {
-    static ParamsCache cache;
-    return cache;
+    // Never destroyed: XLA's threads may outlive static destructors.
+    static ParamsCache* cache = new ParamsCache;
+    return *cache;
   }
   Params Find(const std::string& key) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -31,13 +31,14 @@ std::vector<KernelEntry<Call>> All() {
 }  // namespace
 
 const std::vector<KernelEntry<A2aGemmCall>>& A2aGemmRegistry() {
-  static const auto entries = All<A2aGemmCall>();
-  return entries;
+  // Never destroyed: XLA's threads may outlive static destructors.
+  static const auto* entries = new std::vector(All<A2aGemmCall>());
+  return *entries;
 }
 
 const std::vector<KernelEntry<GemmA2aCall>>& GemmA2aRegistry() {
-  static const auto entries = All<GemmA2aCall>();
-  return entries;
+  static const auto* entries = new std::vector(All<GemmA2aCall>());
+  return *entries;
 }
 
 }  // namespace jax_ulysses

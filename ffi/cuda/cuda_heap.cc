@@ -172,8 +172,9 @@ class CudaHeap final : public SymmetricHeap {
     void* on_device = nullptr;
     Check(cudaHostGetDevicePointer(&on_device, mailbox, 0), "cudaHostGetDevicePointer");
     local.mailbox_on_device = static_cast<FaultMailbox*>(on_device);
-    // Before any peer hears of this heap.
-    Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    // Before any peer hears of this heap. Not for the whole device, on which a kernel of another
+    // group may wait for a device that this thread has yet to serve.
+    Check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
     return local;
   }
 
