@@ -11,7 +11,7 @@ static_assert(kMaxRanks <= 64, "a rank is a bit of a word");
 
 CallOrder::CallOrder(int num_ranks) : num_ranks_(num_ranks) {}
 
-void CallOrder::Arrive(int rank, const CallKey& key, Job job) {
+bool CallOrder::Arrive(int rank, const CallKey& key, Job job) {
   const uint64_t bit = uint64_t{1} << rank;
   std::lock_guard<std::mutex> lock(mutex_);
   Entry* found = nullptr;
@@ -27,6 +27,7 @@ void CallOrder::Arrive(int rank, const CallKey& key, Job job) {
   }
   found->arrived |= bit;
   found->jobs[static_cast<size_t>(rank)] = std::move(job);
+  return !ended_;
 }
 
 CallOrder::Job CallOrder::Take(int rank, bool any_order) {
@@ -53,8 +54,9 @@ void CallOrder::Finish(int rank) {
   while (!entries_.empty() && entries_.front().taken == all) entries_.pop_front();
 }
 
-std::vector<int64_t> CallOrder::Unfinished() {
+std::vector<int64_t> CallOrder::End() {
   std::lock_guard<std::mutex> lock(mutex_);
+  ended_ = true;
   std::vector<int64_t> runs;
   for (const Entry& entry : entries_) runs.push_back(entry.key.run);
   return runs;

@@ -34,7 +34,8 @@ class CallOrder {
 
   explicit CallOrder(int num_ranks);
 
-  void Arrive(int rank, const CallKey& key, Job job);
+  // False after End: the call can still be taken, but nobody waits for its run any more.
+  bool Arrive(int rank, const CallKey& key, Job job);
 
   // Takes the call that `rank` may run now, if it is here and the rank is idle. With `any_order`
   // (the line is closed, calls only report that) the first one that is here.
@@ -43,8 +44,8 @@ class CallOrder {
   // `rank` has run the call that it took last.
   void Finish(int rank);
 
-  // Runs with calls that have not come on all ranks, or have not begun there.
-  std::vector<int64_t> Unfinished();
+  // The group ends. Returns the runs of calls that have not begun on all ranks.
+  std::vector<int64_t> End();
 
  private:
   struct Entry {
@@ -58,6 +59,7 @@ class CallOrder {
   const int num_ranks_;
   std::deque<Entry> entries_;
   uint64_t busy_ = 0;
+  bool ended_ = false;
 };
 
 }  // namespace jax_ulysses

@@ -21,8 +21,8 @@ struct Group {
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, Group> groups;
-  // By session, executions of which some ranks met a closed line. What their other ranks bring to
-  // the session's next group would wait there for calls that never come.
+  // By session, executions that were under way when a group of it ended. What their late ranks bring
+  // to the session's next group would wait there for calls that never come.
   std::map<int64_t, std::set<int64_t>> lost_runs;
   std::map<std::string, HeapFactory> platforms = {
       {"cpu",
@@ -158,9 +158,7 @@ void PumpAfter(const RankHandle& handle) {
 
 void Submit(const RankHandle& handle, const CallKey& key, CallOrder::Job job) {
   Line& line = *handle.line;
-  line.order().Arrive(handle.rank, key, std::move(job));
-  // Asked after Arrive: CloseGroup, which closes first, else sees the call.
-  if (!line.closed_text().empty()) {
+  if (!line.order().Arrive(handle.rank, key, std::move(job))) {
     Registry& registry = TheRegistry();
     std::lock_guard<std::mutex> lock(registry.mutex);
     registry.Lose(line.session(), key.run);
@@ -292,7 +290,7 @@ void CloseGroup(int64_t session) {
     if (!on_threads) line->WaitForLaunches();
     line->heap().Interrupt();
     if (on_threads) {
-      const std::vector<int64_t> unfinished = line->order().Unfinished();
+      const std::vector<int64_t> unfinished = line->order().End();
       PumpAll(line);
       std::lock_guard<std::mutex> lock(TheRegistry().mutex);
       for (const int64_t run : unfinished) TheRegistry().Lose(session, run);
@@ -358,17 +356,17 @@ RankHandle FindRank(int64_t session, int32_t device_ordinal, int64_t run) {
     throw UnknownSession(session);
   }
   const Group& group = found->second;
-  const auto lost = registry.lost_runs.find(session);
-  if (lost != registry.lost_runs.end() && lost->second.count(run) != 0) {
-    throw std::invalid_argument("this execution of the program began before the group of session " +
-                                std::to_string(session) +
-                                " was made, and has failed on other ranks: run it again");
-  }
   const auto handle = group.by_device.find(device_ordinal);
   if (handle == group.by_device.end()) {
     throw std::invalid_argument("device " + std::to_string(device_ordinal) +
                                 " is no member of the group of session " + std::to_string(session) +
                                 ": call jax_ulysses.initialize() with the mesh that is used");
+  }
+  const auto lost = registry.lost_runs.find(session);
+  if (lost != registry.lost_runs.end() && lost->second.count(run) != 0) {
+    throw std::invalid_argument("this execution of the program began before the group of session " +
+                                std::to_string(session) +
+                                " was made, and has failed on other ranks: run it again");
   }
   return handle->second;
 }

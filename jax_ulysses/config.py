@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Generator
 
@@ -39,6 +40,20 @@ class Config:
     reductions: str = "auto"
     comm_ctas: int = 0
 
+    def __post_init__(self):
+        deadline = self.deadline_s
+        if not (isinstance(deadline, int | float) and 0 <= deadline < math.inf):
+            raise ValueError(
+                f"deadline_s={deadline!r} must be a number of seconds, 0 or more and "
+                "finite."
+            )
+        if self.reductions not in REDUCTIONS:
+            raise ValueError(
+                f"reductions={self.reductions!r} must be one of {REDUCTIONS}."
+            )
+        if not (isinstance(self.comm_ctas, int) and self.comm_ctas >= 0):
+            raise ValueError(f"comm_ctas={self.comm_ctas!r} must be 0 or more.")
+
 
 def _from_environment() -> Config:
     text = os.environ.get("JAX_ULYSSES_DEADLINE_S", "30")
@@ -48,22 +63,18 @@ def _from_environment() -> Config:
         raise ValueError(
             f"JAX_ULYSSES_DEADLINE_S={text!r} is not a number of seconds."
         ) from None
-    if not deadline_s >= 0:
-        raise ValueError(f"JAX_ULYSSES_DEADLINE_S={text!r} must be 0 or more.")
     collective = os.environ.get("JAX_ULYSSES_COLLECTIVE_CALLS", "1")
     if collective not in ("0", "1"):
         raise ValueError(f"JAX_ULYSSES_COLLECTIVE_CALLS={collective!r} must be 0 or 1.")
-    reductions = os.environ.get("JAX_ULYSSES_REDUCTIONS", "auto")
-    if reductions not in REDUCTIONS:
-        raise ValueError(
-            f"JAX_ULYSSES_REDUCTIONS={reductions!r} must be one of {REDUCTIONS}."
+    try:
+        return Config(
+            implementation=os.environ.get("JAX_ULYSSES_IMPLEMENTATION") or None,
+            deadline_s=deadline_s,
+            collective_calls=collective == "1",
+            reductions=os.environ.get("JAX_ULYSSES_REDUCTIONS", "auto"),
         )
-    return Config(
-        implementation=os.environ.get("JAX_ULYSSES_IMPLEMENTATION") or None,
-        deadline_s=deadline_s,
-        collective_calls=collective == "1",
-        reductions=reductions,
-    )
+    except ValueError as error:
+        raise ValueError(f"in the environment, as JAX_ULYSSES_*: {error}") from None
 
 
 config = _from_environment()
@@ -81,9 +92,11 @@ def settings(**overrides) -> Generator[Config]:
 
     Raises:
       TypeError: unknown field.
+      ValueError: a value that cannot be. An unknown implementation raises where it is
+        asked for.
     """
     before = dataclasses.replace(config)
-    dataclasses.replace(config, **overrides)  # Raises for unknown fields.
+    dataclasses.replace(config, **overrides)  # Raises.
     for name, value in overrides.items():
         setattr(config, name, value)
     try:

@@ -20,7 +20,7 @@ from jax_ulysses import heaps, sharding
 from jax_ulysses._typing import AxisName
 from jax_ulysses.config import config
 from jax_ulysses.report import GroupReport as GroupReport
-from jax_ulysses.report import describe
+from jax_ulysses.report import describe, describe_arguments
 from jax_ulysses.sharding import axis_tuple, describe_axes
 
 # Two slots let a rank fill one while its peers still read the other.
@@ -82,10 +82,13 @@ def initialize(
       What was set up, and for each implementation that this mesh cannot serve, why.
 
     Raises:
+      TypeError: not a mesh.
       ValueError: the axis is not in the mesh, or a size that is not positive.
       RuntimeError: already initialised along this axis with other arguments, or a
         rank could not set up its heap; the text names the rank and the reason.
     """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"initialize: mesh must be a jax.sharding.Mesh, not {mesh!r}.")
     axes = axis_tuple(axis_name)
     missing = [a for a in axes if a not in mesh.shape]
     if missing:
@@ -97,7 +100,10 @@ def initialize(
         platform = sharding.platform_name(mesh.devices.flat[0].platform)
         workspace_bytes = DEFAULT_WORKSPACE_BYTES.get(platform, 64 << 20)
     if workspace_bytes < NUM_SLOTS:
-        raise ValueError(f"workspace_bytes={workspace_bytes} must be positive.")
+        raise ValueError(
+            f"workspace_bytes={workspace_bytes} must be {NUM_SLOTS} at least, for as "
+            "many slots."
+        )
     if sm_budget is not None and sm_budget < 1:
         raise ValueError(f"sm_budget={sm_budget} must be None or at least 1.")
     arguments = (
@@ -114,8 +120,8 @@ def initialize(
                 return group.report
             raise RuntimeError(
                 f"jax_ulysses is initialised along {describe_axes(axes)} with other "
-                f"arguments already: {_describe(group.arguments)}, now "
-                f"{_describe(arguments)}. Call jax_ulysses.finalize() first."
+                f"arguments already: {describe_arguments(group.arguments)}, now "
+                f"{describe_arguments(arguments)}. Call jax_ulysses.finalize() first."
             )
         group = _create(mesh, axes, workspace_bytes, sm_budget, arguments)
         _groups[axes] = group
@@ -131,15 +137,14 @@ def finalize() -> None:
     go on to use the freed heap, and compile anew; one that you compiled ahead of time
     must not be run after this.
     """
-    with _lock:
-        on_gpu = False
+    # All of it, even if one group cannot be freed as it should.
+    with _lock, contextlib.ExitStack() as undo:
+        if any(group.report.platform == "cuda" for group in _groups.values()):
+            undo.callback(jax.clear_caches)
         while _groups:
             _, group = _groups.popitem()
             if group.session is not None:
-                heaps.destroy(group.session, group.plan)
-                on_gpu = on_gpu or group.report.platform == "cuda"
-        if on_gpu:
-            jax.clear_caches()
+                undo.callback(heaps.destroy, group.session, group.plan)
 
 
 @contextlib.contextmanager
@@ -220,7 +225,8 @@ def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
         members=sharding.members(mesh, axes),
         slot_bytes=workspace_bytes // NUM_SLOTS,
         num_slots=NUM_SLOTS,
-        deadline_ms=round(config.deadline_s * 1000),
+        # Up: 0 would be no deadline.
+        deadline_ms=math.ceil(config.deadline_s * 1000),
         sm_budget=sm_budget or 0,
         comm_ctas=config.comm_ctas,
     )
@@ -239,12 +245,3 @@ def _create(mesh, axes, workspace_bytes, sm_budget, arguments) -> Group:
     )
     _logger.info("%s", describe(report))
     return Group(session, mesh, report, arguments, plan)
-
-
-def _describe(arguments) -> str:
-    mesh, workspace_bytes, deadline_s, sm_budget, comm_ctas = arguments
-    return (
-        f"mesh {dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}, "
-        f"workspace_bytes={workspace_bytes}, deadline_s={deadline_s}, "
-        f"sm_budget={sm_budget}, comm_ctas={comm_ctas}"
-    )

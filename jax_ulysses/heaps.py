@@ -7,76 +7,28 @@ import dataclasses
 import itertools
 import logging
 import os
+from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import Mesh
 
 from jax_ulysses import liveness, sm_budget
+from jax_ulysses.heap_plan import Plan as Plan
+from jax_ulysses.liveness import Process
 from jax_ulysses.rendezvous import PeerFailure, Rendezvous, agree
 from jax_ulysses.watchdog import Watchdog
 
 _logger = logging.getLogger("jax_ulysses")
 
-# How long finalize waits for the other processes before it frees its own heaps. One
-# that has died, unnoticed, never comes.
+# How long finalize waits for the other processes, none of which may still use its heaps
+# when it frees them.
 FINALIZE_TIMEOUT_S = 20.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the heaps of a group are to be.
-
-    Attributes:
-      mesh: concrete mesh.
-      axes: group axes, major first.
-      num_ranks: P.
-      members: (local device ordinal, line, rank) of this process's devices.
-      slot_bytes: of each slot of each heap.
-      num_slots: slots of each heap.
-      deadline_ms: of every wait; 0 for none.
-      sm_budget: multiprocessors that a call may take; 0 for all.
-      comm_ctas: of these, how many communicate in a fused call; 0 lets it choose.
-      ranks_per_device: most ranks of the mesh that one physical device holds.
-    """
-
-    mesh: Mesh
-    axes: tuple[str, ...]
-    num_ranks: int
-    members: list[tuple[int, int, int]]
-    slot_bytes: int
-    num_slots: int
-    deadline_ms: int
-    sm_budget: int
-    comm_ctas: int = 0
-    ranks_per_device: int = 1
-
-    def options(self) -> dict:
-        """Arguments of the extension module."""
-        return dict(
-            num_ranks=self.num_ranks,
-            members=self.members,
-            slot_bytes=self.slot_bytes,
-            num_slots=self.num_slots,
-            deadline_ms=self.deadline_ms,
-        )
-
-    def summary(self) -> list:
-        """What all processes must have asked for alike."""
-        return [
-            list(self.axes),
-            self.num_ranks,
-            self.slot_bytes,
-            self.num_slots,
-            self.deadline_ms,
-            self.sm_budget,
-            self.comm_ctas,
-        ]
 
 
 _sessions = itertools.count(1)
 # The id is part of compiled programs, which thus outlive finalize and initialize. On
-# GPUs they must not: a CUDA graph in them would use the freed heap.
-_host_sessions: dict[tuple[Mesh, tuple[str, ...]], int] = {}
+# GPUs they must not: a CUDA graph in them would use the freed heap. By axes only, as
+# JAX's traces of what is inside of a program do not know the devices of the mesh.
+_host_sessions: dict[tuple[str, ...], int] = {}
 _watchdog = Watchdog()
 
 
@@ -127,17 +79,45 @@ def destroy(session: int, plan: Plan) -> None:
     if targets.group_info(session)["platform"] == "cpu":
         targets.group_destroy(session)
         return
-    ended = [process.index for process in _watchdog.forget(session)]
-    # Nobody may free a heap while another process still maps it.
+    others = _watchdog.forget(session)
     targets.group_close(session)
-    rendezvous = Rendezvous(plan.mesh, f"finalize {plan.axes}")
-    if not rendezvous.wait(FINALIZE_TIMEOUT_S, without=ended):
-        _logger.warning(
-            "jax_ulysses.finalize: not all processes of the mesh came within %g s; "
-            "this one frees its heaps now",
-            FINALIZE_TIMEOUT_S,
-        )
-    targets.group_destroy(session)
+    _free(session, plan, others, lambda: Rendezvous(plan.mesh, f"finalize {plan.axes}"))
+
+
+def _free(
+    session: int,
+    plan: Plan,
+    others: Sequence[Process],
+    meet: Callable[[], Rendezvous],
+) -> None:
+    """Frees the heaps of a closed session, unless another process may still use them.
+
+    Such a process lives and has not closed its side. A kernel of it would write into
+    memory that belongs to somebody else by then.
+    """
+
+    def ended() -> set[int]:
+        return {process.index for process in others if process.ended}
+
+    try:
+        absent = meet().wait(FINALIZE_TIMEOUT_S, without=ended())
+        why = f"did not come within {FINALIZE_TIMEOUT_S:g} s"
+    except RuntimeError as error:
+        processes = {d.process_index for d in plan.mesh.devices.flat}
+        absent = sorted(processes - {jax.process_index()})
+        why = f"cannot be asked ({error})"
+    absent = [process for process in absent if process not in ended()]
+    if not absent:
+        _targets().group_destroy(session)
+        return
+    _logger.warning(
+        "jax_ulysses: of the processes of the mesh, %s %s and may still write to the "
+        "heaps of this one. They stay allocated until it ends, %d bytes on each "
+        "of its devices.",
+        absent,
+        why,
+        size(session),
+    )
 
 
 def _reasons(**reasons: str | None) -> dict[str, str]:
@@ -156,10 +136,9 @@ def _create_host(plan: Plan) -> tuple[str | None, int | None]:
         targets = _targets()
     except ImportError as error:
         return f"the extension module is not built ({error})", None
-    key = (plan.mesh, plan.axes)
-    session = _host_sessions.get(key) or next(_sessions)
+    session = _host_sessions.get(plan.axes) or next(_sessions)
     targets.group_create(session=session, platform="cpu", **plan.options())
-    _host_sessions[key] = session
+    _host_sessions[plan.axes] = session
     return None, session
 
 
@@ -171,6 +150,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
     processes = rendezvous.processes
     ranks = sorted({rank for _, _, rank in plan.members})
     me = liveness.find(os.getpid(), jax.process_index(), ranks)
+    others: list[Process] = []
     prepared = None
     connecting = False
 
@@ -205,6 +185,7 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
     try:
         offers = rendezvous.exchange(offer)
         agree([o["plan"] for o in offers], processes, "what initialize was asked for")
+        others = liveness.others(me, [o["process"] for o in offers])
         plan = _share_devices(plan, [d for o in offers for d in o["devices"]])
         # The id is part of the compiled program, which must be the same everywhere.
         session = max(o["session"] for o in offers)
@@ -213,18 +194,18 @@ def _create_cuda(plan: Plan) -> tuple[str | None, int | None, Plan]:
         blobs = rendezvous.exchange(prepare)
         connecting = True
         rendezvous.exchange(connect)
-    except (PeerFailure, RuntimeError) as error:
+    except BaseException as error:
         if prepared is not None:
             _targets().group_close(prepared)
             if connecting:
-                rendezvous.wait(FINALIZE_TIMEOUT_S)
-            _targets().group_destroy(prepared)
+                _free(prepared, plan, others, lambda: rendezvous)
+            else:
+                _targets().group_destroy(prepared)
         if isinstance(error, PeerFailure):
             if error.unavailable:
                 return str(error), None, plan
             raise RuntimeError(f"jax_ulysses.initialize: {error}") from error.__cause__
         raise
-    others = liveness.others(me, [o["process"] for o in offers])
     _watchdog.watch(session, _targets().group_info, _targets().group_fail, others)
     return None, session, plan
 

@@ -60,3 +60,13 @@ def describe(report: GroupReport) -> str:
 
 def _mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+def describe_arguments(arguments: tuple) -> str:
+    """What ``initialize`` was asked for, in words."""
+    mesh, workspace_bytes, deadline_s, sm_budget, comm_ctas = arguments
+    return (
+        f"mesh {dict(mesh.shape)} of devices {[d.id for d in mesh.devices.flat]}, "
+        f"workspace_bytes={workspace_bytes}, deadline_s={deadline_s}, "
+        f"sm_budget={sm_budget}, comm_ctas={comm_ctas}"
+    )

@@ -67,20 +67,21 @@ class Watchdog:
         """Logs what is still unsaid about a session and stops looking after it.
 
         Returns:
-          Those of its processes that have ended.
+          Its other processes, those that have ended among them.
         """
-        ended = []
+        processes = []
         with self._lock:
             if session in self._sessions:
                 self._look(session)
-                ended = self._sessions.pop(session).ended
+                watched = self._sessions.pop(session)
+                processes = watched.processes + watched.ended
             thread = self._thread if not self._sessions else None
             if thread is not None:
                 self._thread = None
                 self._wake.set()
         if thread is not None:
             thread.join()
-        return ended
+        return processes
 
     def _run(self) -> None:
         while not self._wake.wait(PERIOD_S):

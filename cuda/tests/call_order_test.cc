@@ -65,9 +65,12 @@ void Rules() {
   order.Finish(1);
   JU_CHECK(TakeOne(order, 1, last) == -1);
   // A closed line hands out what is here, whatever it waits for.
-  order.Arrive(1, b, job(41));
+  JU_CHECK(order.Arrive(1, b, job(41)));
   JU_CHECK(TakeOne(order, 1, last) == -1);
   JU_CHECK(TakeOne(order, 1, last, /*any_order=*/true) == 41);
+  // Calls that the other rank has not brought, and will not.
+  JU_CHECK((order.End() == std::vector<int64_t>{2, 1}));
+  JU_CHECK(!order.Arrive(0, again, job(50)));
 }
 
 // Counts down calls that have ended, and keeps what they ended with.

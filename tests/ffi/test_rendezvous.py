@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from jax_ulysses import rendezvous
-from jax_ulysses.ffi import targets
 from jax_ulysses.rendezvous import PeerFailure, Rendezvous
 
 
@@ -28,13 +27,19 @@ class Store:
             self._values[key] = value
             self._changed.notify_all()
 
+    def key_value_try_get(self, key):
+        with self._changed:
+            if key not in self._values:
+                raise RuntimeError(f"NOT_FOUND: {key}")
+            return self._values[key]
+
     def blocking_key_value_get(self, key, timeout_ms):
         with self._changed:
             there = self._changed.wait_for(
                 lambda: key in self._values, timeout_ms / 1000
             )
             if not there:
-                raise TimeoutError(key)
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
             return self._values[key]
 
 
@@ -86,7 +91,7 @@ def test_all_succeed(world):
         meeting = Rendezvous(mesh, "a")
         return first, meeting.exchange(lambda: 10 * index), meeting.wait(5)
 
-    expected = ([{"value": 0}, {"value": 1}, {"value": 2}], [0, 10, 20], True)
+    expected = ([{"value": 0}, {"value": 1}, {"value": 2}], [0, 10, 20], [])
     assert world(process) == [expected] * 3
 
 
@@ -134,7 +139,7 @@ def test_a_process_that_never_comes(world):
     for error in world(process, processes=(0, 2)):
         assert "process 1: did not answer within 0.3 s" in str(error)
 
-    assert world(lambda _, mesh: Rendezvous(mesh, "b").wait(0.2), (0, 2)) == [False] * 2
+    assert world(lambda _, mesh: Rendezvous(mesh, "b").wait(0.2), (0, 2)) == [[1], [1]]
 
     def without(index, mesh):
         if index == 2:
@@ -143,9 +148,67 @@ def test_a_process_that_never_comes(world):
         return Rendezvous(mesh, "c").wait(20, without=[1]), time.monotonic() - start
 
     (first, waited), (second, later) = world(without, (0, 2))
-    assert [first, second] == [True, True]
+    assert [first, second] == [[], []]
     assert 0.3 < waited < 5
     assert later < 5
+
+
+def test_one_that_gives_up_takes_the_others_along(world):
+    def process(index, mesh):
+        start = time.monotonic()
+        meeting = Rendezvous(mesh, "a", timeout_s=30 if index else 0.3)
+        with pytest.raises(PeerFailure) as failure:
+            meeting.exchange(lambda: None)
+        return str(failure.value), time.monotonic() - start
+
+    (first, _), (second, seconds) = world(process, (0, 2))
+    assert first.startswith("process 1: did not answer within 0.3 s")
+    assert second == f"process 0 gave up: {first}"
+    assert seconds < 5
+
+
+def test_after_a_late_process_all_meet_at_the_next_attempt(world):
+    """It must not take what the others said in the attempt that they gave up."""
+
+    def process(index, mesh):
+        time.sleep(0.6 if index == 1 else 0)
+        failures = 0
+        for timeout_s in (0.3, 5, 5):
+            try:
+                meeting = Rendezvous(mesh, "a", timeout_s)
+                return failures, [meeting.exchange(lambda: index) for _ in range(2)]
+            except PeerFailure:
+                failures += 1
+
+    everyone = [[0, 1, 2]] * 2
+    assert world(process) == [(1, everyone), (0, everyone), (1, everyone)]
+
+
+def test_one_that_is_interrupted_says_so(world):
+    class Interrupt(BaseException):
+        pass
+
+    both = threading.Barrier(2)
+
+    def process(index, mesh):
+        meeting = Rendezvous(mesh, "a", 30)
+        # Else one would begin the next attempt.
+        both.wait(20)
+        if index:
+            with pytest.raises(PeerFailure, match="0 gave up: .* by Interrupt"):
+                meeting.exchange(lambda: None)
+            return
+
+        def interrupted(*_):
+            raise Interrupt
+
+        meeting._hear = interrupted
+        with pytest.raises(Interrupt):
+            meeting.exchange(lambda: None)
+
+    start = time.monotonic()
+    assert world(process, (0, 2)) == [None, None]
+    assert time.monotonic() - start < 5
 
 
 def test_disagreement_is_named():
@@ -158,32 +221,3 @@ def test_without_a_store(monkeypatch):
     monkeypatch.setattr(jax._src.distributed.global_state, "client", None)
     with pytest.raises(RuntimeError, match="call jax.distributed.initialize"):
         rendezvous._client()
-
-
-def test_a_failed_group_returns_the_text():
-    options = dict(num_ranks=2, members=[(0, 0, 0), (1, 0, 1)], slot_bytes=1024)
-    targets.group_create(session=92, **options)
-    targets.group_fail(92, "jax_ulysses: rank 1 ended.")
-    targets.group_fail(92, "the first text stays")
-    (text,) = targets.group_info(92)["closed"]
-    assert text.startswith("jax_ulysses: rank 1 ended. This group is closed: call ")
-    targets.group_destroy(92)
-    with pytest.raises(ValueError, match="92"):
-        targets.group_fail(92, "gone")
-
-
-def test_a_group_in_two_steps():
-    options = dict(num_ranks=2, members=[(0, 0, 0), (1, 0, 1)], slot_bytes=1024)
-    blob = targets.group_prepare(session=91, **options)
-    assert targets.group_info(91)["calls"] == 0
-    with pytest.raises(ValueError, match="not records of this version"):
-        targets.group_connect(91, [b"something else, of some length"])
-    targets.group_connect(91, [blob])
-    with pytest.raises(ValueError, match="connected already"):
-        targets.group_connect(91, [blob])
-    targets.group_close(91)
-    targets.group_close(91)
-    assert "destroyed" in targets.group_info(91)["closed"][0]
-    targets.group_destroy(91)
-    with pytest.raises(ValueError, match="no group for session 91"):
-        targets.group_info(91)

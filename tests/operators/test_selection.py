@@ -163,25 +163,6 @@ def test_settings_replace_the_default(backends):
         _trace(None)
 
 
-def test_settings_restore_after_an_error_and_nest():
-    class Stop(Exception):
-        pass
-
-    def leave_by_error():
-        with ju.settings(implementation="host"):
-            raise Stop
-
-    with ju.settings(deadline_s=7.0) as now:
-        with ju.settings(deadline_s=3.0):
-            assert now.deadline_s == 3.0
-        assert now.deadline_s == 7.0
-        with pytest.raises(Stop):
-            leave_by_error()
-        assert (now.implementation, now.deadline_s) == (None, 7.0)
-    with pytest.raises(TypeError, match="unknown_field"), ju.settings(unknown_field=1):
-        pass
-
-
 def test_a_wrong_default_names_the_choices():
     with ju.settings(implementation="nccl"), pytest.raises(ValueError, match="nccl"):
         _trace(None)
@@ -212,20 +193,6 @@ def test_record_is_a_copy():
     _trace("xla")
     ju.taken_implementations()["scatter_heads"]["implementation"] = "other"
     assert ju.taken_implementations()["scatter_heads"]["implementation"] == "xla"
-
-
-@pytest.mark.parametrize(
-    ("text", "match"), [("soon", "not a number"), ("-1", "0 or more"), ("nan", "0 or")]
-)
-def test_environment(text, match, monkeypatch):
-    from jax_ulysses import config
-
-    monkeypatch.setenv("JAX_ULYSSES_IMPLEMENTATION", "xla")
-    monkeypatch.setenv("JAX_ULYSSES_DEADLINE_S", "2.5")
-    assert config._from_environment() == config.Config("xla", 2.5)
-    monkeypatch.setenv("JAX_ULYSSES_DEADLINE_S", text)
-    with pytest.raises(ValueError, match=match):
-        config._from_environment()
 
 
 def test_specs_without_the_axis_do_not_reach_selection():

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaving a group of several processes when not everything is in order.
+
+With stand-ins for the other processes and for the kernels.
+"""
+
+import itertools
+import logging
+import subprocess
+import time
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import jax_ulysses as ju
+from jax_ulysses import group, heaps, liveness
+
+
+@pytest.fixture
+def targets(monkeypatch):
+    """Notes what was done with sessions."""
+    done = []
+    uuids = map(str, itertools.count())
+
+    def note(what):
+        return lambda session, *_: done.append((what, session))
+
+    stand_in = types.SimpleNamespace(
+        done=done,
+        build_info=lambda: {"platforms": ["cuda"]},
+        device_uuid=lambda ordinal: next(uuids),
+        group_prepare=lambda **_: b"records",
+        group_connect=note("connect"),
+        group_info=lambda _: {"platform": "cuda", "closed": [], "heap_bytes": 4096},
+        group_close=note("close"),
+        group_destroy=note("destroy"),
+        group_fail=note("fail"),
+    )
+    monkeypatch.setattr(heaps, "_targets", lambda: stand_in)
+    monkeypatch.setattr(heaps, "FINALIZE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(jax, "clear_caches", lambda: done.append("clear_caches"))
+    return stand_in
+
+
+@pytest.fixture
+def other():
+    """A process that lives, as process 1 of the mesh."""
+    child = subprocess.Popen(["sleep", "60"])
+    child_process = liveness.find(child.pid, 1, [1])
+    assert child_process is not None
+    yield types.SimpleNamespace(kill=child.kill, process=child_process)
+    child.kill()
+    child.wait()
+
+
+def _plan(axis="cp"):
+    devices = [types.SimpleNamespace(id=i, process_index=i) for i in range(2)]
+    mesh = types.SimpleNamespace(
+        devices=np.array(devices), axis_names=(axis,), size=2, local_devices=devices[:1]
+    )
+    return heaps.Plan(
+        mesh=mesh,
+        axes=(axis,),
+        num_ranks=2,
+        members=[(0, 0, 0)],
+        slot_bytes=1024,
+        num_slots=2,
+        deadline_ms=1000,
+        sm_budget=0,
+    )
+
+
+class _Alone:
+    """Of a rendezvous, what the process sees whose partner does not come."""
+
+    processes = (0, 1)
+
+    def __init__(self, *_):
+        pass
+
+    def wait(self, timeout_s, without):
+        return [1] if 1 not in without else []
+
+
+def _watch(session, targets, others):
+    heaps._watchdog.watch(session, targets.group_info, targets.group_fail, others)
+
+
+def test_a_heap_stays_while_another_process_may_write_to_it(
+    targets, other, monkeypatch, caplog
+):
+    monkeypatch.setattr(heaps, "Rendezvous", _Alone)
+    _watch(5, targets, [other.process])
+    with caplog.at_level(logging.WARNING, logger="jax_ulysses"):
+        heaps.destroy(5, _plan())
+    assert targets.done == [("close", 5)]
+    (text,) = caplog.messages
+    assert "[1] did not come within 0.2 s and may still write" in text
+    assert "stay allocated until it ends, 4096 bytes" in text
+
+
+def test_a_heap_goes_if_the_other_process_dies_meanwhile(targets, other, monkeypatch):
+    class Dying(_Alone):
+        def wait(self, timeout_s, without):
+            assert not without
+            other.kill()
+            end = time.monotonic() + 10
+            while not other.process.ended and time.monotonic() < end:
+                time.sleep(0.01)
+            return [1]
+
+    monkeypatch.setattr(heaps, "Rendezvous", Dying)
+    _watch(5, targets, [other.process])
+    heaps.destroy(5, _plan())
+    assert targets.done == [("close", 5), ("destroy", 5)]
+
+
+def test_finalize_after_the_store_has_gone(targets, caplog):
+    """jax.distributed.shutdown() came first: all is closed, nothing is freed."""
+    report = types.SimpleNamespace(platform="cuda")
+    for session, axis in ((5, "cp"), (6, "sp")):
+        group._groups[axis,] = types.SimpleNamespace(
+            session=session, plan=_plan(axis), report=report
+        )
+    with caplog.at_level(logging.WARNING, logger="jax_ulysses"):
+        ju.finalize()
+    assert targets.done == [("close", 5), ("close", 6), "clear_caches"]
+    assert len(caplog.messages) == 2
+    for text in caplog.messages:
+        assert "[1] cannot be asked (the mesh spans several processes" in text
+    assert not group._groups
+
+
+def test_finalize_goes_on_after_an_error(targets, monkeypatch):
+    def close(session):
+        targets.done.append(("close", session))
+        if session == 5:
+            raise RuntimeError("of the driver")
+
+    targets.group_close = close
+    report = types.SimpleNamespace(platform="cuda")
+    for session, axis in ((5, "cp"), (6, "sp")):
+        group._groups[axis,] = types.SimpleNamespace(
+            session=session, plan=_plan(axis), report=report
+        )
+    monkeypatch.setattr(heaps, "Rendezvous", _Alone)
+    with pytest.raises(RuntimeError, match="of the driver"):
+        ju.finalize()
+    assert targets.done == [("close", 5), ("close", 6), "clear_caches"]
+    assert not group._groups
+
+
+@pytest.mark.parametrize("connecting", [False, True])
+def test_an_interrupted_initialize_leaves_nothing_behind(
+    targets, monkeypatch, connecting
+):
+    """Once others have mapped the heap it stays; before, it is freed."""
+
+    class Interrupted(_Alone):
+        step = 0
+
+        def exchange(self, produce):
+            self.step += 1
+            value = produce()
+            if self.step == 2 + connecting:
+                raise KeyboardInterrupt
+            if self.step > 1:
+                return [value, value]
+            return [value, value | {"devices": ["of the other"]}]
+
+    monkeypatch.setattr(heaps, "Rendezvous", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        heaps.create(_plan(), "cuda")
+    what = [name for name, _ in targets.done]
+    assert what == (["connect", "close"] if connecting else ["close", "destroy"])
