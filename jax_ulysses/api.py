@@ -291,6 +291,7 @@ def _proj_a2a(
     implementation,
 ):
     order = TokenOrder(order)
+    x, w, bias = spec.arrays(x, w, bias)
     spec.check_rank("x", x.shape, "B T D")
     spec.check_gemm_dtype("x", x.dtype)
     spec.check_same_dtype(w_name, w.dtype, "x", x.dtype)
@@ -322,6 +323,7 @@ def _proj_a2a(
 
 
 def _a2a_proj(operator, names, a, w, bias, axes, num_ranks, order, implementation):
+    a, w, bias = spec.arrays(a, w, bias)
     call = a2a_proj_call(
         operator, names, a, w, bias, axes, num_ranks, order, implementation
     )

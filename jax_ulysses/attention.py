@@ -56,6 +56,7 @@ def ulysses_attention(
     axis_name: AxisName,
     num_heads: int,
     num_kv_heads: int | None = None,
+    head_dim: int | None = None,
     causal: bool = True,
     window: int | tuple[int, int] | None = None,
     rope_theta: float | None = 10000.0,
@@ -83,21 +84,23 @@ def ulysses_attention(
       axis_name: context-parallel mesh axis, or a tuple of axes, major first.
       num_heads: N.
       num_kv_heads: K; None for N.
+      head_dim: H; None takes it from the width of ``w_qkv``.
       causal: token i sees tokens 0..i of the global sequence.
-      window: sliding window in tokens, see ``local_attention.normalise_window``.
-      rope_theta: RoPE base, None for no RoPE. Not applied to ``cross_kv`` and
-        ``joint_kv`` keys.
+      window: sliding window in tokens: W means that a token sees the W nearest ones
+        on each visible side, itself included; a pair is (left, right) distances.
+      rope_theta: RoPE base, None for no RoPE. Half-split form: it turns the pairs
+        (i, i + H/2). Not applied to ``cross_kv`` and ``joint_kv`` keys.
       positions: [B, T] int positions for RoPE; None for true global positions.
       segment_ids: [B, T] int; tokens see only tokens of the same id (packed
         documents, may differ per row).
       padding_mask: [B, T] bool, False for padding: hidden as a key, and its output
         is zero before the output projection.
       cross_kv: keys and values [B, L, K, H], the same on every rank of the axis;
-        queries attend to them alone.
+        queries attend to them alone. Taken as they are, without ``k_norm``.
       joint_kv: likewise, attended to beside the sequence by every token.
       norm_epsilon: of the QK-norm.
-      tensor_axis: mesh axis over which heads of the weights are split; the output
-        is summed over it.
+      tensor_axis: mesh axis over which heads of the weights are split, and x is
+        not; the output is summed over it.
       token_order: tokens that a sequence shard holds.
       attention_fn: function (query [B,S,n,H], key, value, **features) -> [B,S,n,H];
         features are keywords of ``jax_ulysses.local_attention.local_attention``,
@@ -121,6 +124,8 @@ def ulysses_attention(
     order = TokenOrder(token_order)
     spec.check_rank("x", x.shape, "B T D")
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if tensor_axis is not None:
+        _check_tensor_axis(tensor_axis, axes, x, params)
     _check_combination(causal, window, segment_ids, cross_kv, joint_kv)
     exchange: dict[str, Any] = {
         "axis_name": axes,
@@ -131,7 +136,12 @@ def ulysses_attention(
 
     if cross_kv is not None:
         query = api.q_proj_a2a(
-            x, params.w_qkv, params.b_qkv, num_heads=num_heads, **exchange
+            x,
+            params.w_qkv,
+            params.b_qkv,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            **exchange,
         )
         key, value = _replicated_heads(
             "cross_kv", cross_kv, num_heads, num_kv_heads, query, axes, num_ranks
@@ -143,6 +153,7 @@ def ulysses_attention(
             params.b_qkv,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             **exchange,
         )
 
@@ -188,10 +199,13 @@ def ulysses_attention(
     if tensor_axis is None:
         return api.a2a_out_proj(out, params.w_out, params.b_out, **exchange)
     # Each tensor-parallel rank has a part of the sum over heads; add the bias once.
-    out = lax.psum(api.a2a_out_proj(out, params.w_out, **exchange), tensor_axis)
+    out = api.a2a_out_proj(out, params.w_out, **exchange)
+    if tensor_axis in sharding.varying_axes(out):
+        out = lax.psum(out, tensor_axis)
     if params.b_out is None:
         return out
     spec.check_bias("b_out", params.b_out.shape, out.shape[-1])
+    spec.check_same_dtype("b_out", params.b_out.dtype, "x", x.dtype)
     return out + params.b_out
 
 
@@ -220,6 +234,37 @@ def _check_combination(causal, window, segment_ids, cross_kv, joint_kv):
             raise ValueError(
                 f"{what} has no meaning with cross_kv, whose keys are another sequence."
             )
+
+
+def _check_tensor_axis(tensor_axis, axes, x, params) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if tensor_axis not in mesh.shape or tensor_axis in axes:
+        raise ValueError(
+            f"tensor_axis={tensor_axis!r} must be a mesh axis besides axis_name "
+            f"{sharding.describe_axes(axes)}; the mesh has {dict(mesh.shape)}."
+        )
+    if mesh.shape[tensor_axis] == 1:
+        return
+    weights = ("w_qkv", "w_out")
+    for name, value, split in (
+        ("x", x, False),
+        *(
+            (name, getattr(params, name), name in weights)
+            for name in (*weights, "b_out")
+        ),
+    ):
+        if value is None or (tensor_axis in sharding.varying_axes(value)) == split:
+            continue
+        raise ValueError(
+            f"tensor_axis={tensor_axis!r}: {name} (local shape {value.shape}) is "
+            + (
+                "replicated over it, but must hold this rank's heads: name the axis in "
+                "its in_specs."
+                if split
+                else "sharded on it, but must be the same on its ranks: leave the axis "
+                "out of its in_specs."
+            )
+        )
 
 
 def _gather_side_inputs(x, axes, order, positions, segment_ids, padding_mask):
@@ -252,7 +297,10 @@ def _gather_side_inputs(x, axes, order, positions, segment_ids, padding_mask):
                 f"{name} must be of kind {wanted.__name__}, got {value.dtype}."
             )
         sharding.check_varying("ulysses_attention", name, value, axes)
-    stacked = jnp.stack([v.astype(jnp.int32) for v in given.values()], axis=-1)
+    # As wide as the widest: ids that differ must go on to.
+    wide = any(value.dtype.itemsize > 4 for value in given.values())
+    dtype = jnp.int64 if wide else jnp.int32
+    stacked = jnp.stack([v.astype(dtype) for v in given.values()], axis=-1)
     stacked = lax.all_gather(stacked, axes, axis=0)  # [P, B, T, n]
     stacked = global_order(stacked, order)
     for i, name in enumerate(given):

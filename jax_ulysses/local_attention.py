@@ -7,7 +7,8 @@ single-device attention works there. The default is
 """
 
 import inspect
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -105,17 +106,26 @@ def normalise_window(
       (left, right), or None for no window.
 
     Raises:
-      ValueError: W < 1 or a negative distance.
+      ValueError: W < 1, a negative distance, or neither a number nor a pair.
     """
     if window is None:
         return None
-    if isinstance(window, int):
+    if isinstance(window, numbers.Integral):
+        window = int(window)
         if window < 1:
             raise ValueError(
                 f"window={window}: a token sees at least itself, so it must be >= 1."
             )
         return (window - 1, 0 if is_causal else window - 1)
-    left, right = window
+    if not (
+        isinstance(window, Sequence)
+        and len(window) == 2
+        and all(isinstance(side, numbers.Integral) for side in window)
+    ):
+        raise ValueError(
+            f"window={window!r} must be a number of tokens or a pair of distances."
+        )
+    left, right = map(int, window)
     if left < 0 or right < 0:
         raise ValueError(f"window={window}: distances must be >= 0.")
     return (left, 0 if is_causal else right)

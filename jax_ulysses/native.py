@@ -47,6 +47,10 @@ class _Native:
             request.dtype not in GEMM_DTYPES
         ):
             return f"multiplies {GEMM_DTYPES}, not {request.dtype}"
+        # No gather of replicated heads but the gradient of their scatter.
+        sums = request.dataflow == "gather" and max(request.exchange.replicas) > 1
+        if sums and request.dtype not in GEMM_DTYPES:
+            return f"sums replicated heads of {GEMM_DTYPES}, not {request.dtype}"
         return None
 
     def _around(self) -> Callable | None:

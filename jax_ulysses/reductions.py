@@ -64,10 +64,15 @@ def reduce_like(cotangent: Array, primal: Array) -> Array:
     own dtype (fp32 for weight gradients); the result has the primal's dtype.
     """
     varying = sharding.varying_axes(primal)
-    extra = tuple(sorted(sharding.varying_axes(cotangent) - varying))
+    # A primal typed "reduced" says that its user will sum the cotangent, later.
+    deferred = jax.typeof(primal).mat.reduced
+    extra = tuple(sorted(sharding.varying_axes(cotangent) - varying - deferred))
     if extra:
         (cotangent,) = _psum((cotangent,), extra, None)
-    return sharding.vary_like(cotangent.astype(primal.dtype), varying)
+    cotangent = sharding.vary_like(cotangent.astype(primal.dtype), varying | deferred)
+    if deferred:
+        cotangent = lax.pcast(cotangent, tuple(sorted(deferred)), to="unreduced")
+    return cotangent
 
 
 def heap_axes(axes: tuple[str, ...], via: str | None = None) -> list[tuple[str, ...]]:

@@ -124,8 +124,9 @@ def join_segments(segments: tuple[Array, ...]) -> Array:
 
 
 def accumulation_dtype(dtype):
-    """fp32 for everything but fp64."""
-    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+    """fp32 for everything but fp64 and complex numbers."""
+    wide = jnp.dtype(dtype) == jnp.float64 or jnp.issubdtype(dtype, jnp.complexfloating)
+    return jnp.dtype(dtype) if wide else jnp.dtype(jnp.float32)
 
 
 def project(x: Array, w: Array, bias: Array | None, *, w_transposed: bool) -> Array:

@@ -18,11 +18,13 @@ def apply_rope(x: Array, positions: Array, theta: float) -> Array:
       Same shape and dtype as ``x``; computed in fp32.
 
     Raises:
-      ValueError: odd H.
+      ValueError: odd H, or a base that is not positive.
     """
     head_dim = x.shape[-1]
     if head_dim % 2:
         raise ValueError(f"RoPE rotates pairs, so head_dim must be even: {head_dim}.")
+    if isinstance(theta, int | float) and not theta > 0:
+        raise ValueError(f"RoPE's base theta={theta} must be positive.")
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[..., None].astype(jnp.float32) * frequency  # [B, S, H/2]

@@ -68,14 +68,19 @@ def check_manual(operator: str, axis_name: AxisName) -> tuple[tuple[str, ...], i
             f"{operator}: axis_name {describe_axes(axes)} is not in the mesh, whose "
             f"axes are {dict(mesh.shape)}."
         )
-    not_manual = [a for a in known if a not in mesh.manual_axes and mesh.shape[a] > 1]
+    not_manual = [
+        a
+        for a in known
+        if a not in mesh.manual_axes and (mesh.shape[a] > 1 or a in axes)
+    ]
     if not_manual:
+        batch = next((a for a in not_manual if a not in axes), None)
         raise ValueError(
             f"{operator}: mesh axes {not_manual} are not manual here "
             f"(shard_map was given axis_names={sorted(mesh.manual_axes)}). XLA would "
             "all-gather the operands over them silently. Leave axis_names out, so that "
             "every axis is manual, and name those axes in in_specs/out_specs instead, "
-            f"for example P({not_manual[0]!r}, {describe_axes(axes)})."
+            f"for example P({batch!r}, {describe_axes(axes)})."
         )
     if not jax.typeof(lax.axis_index(axes)).mat.varying:
         raise ValueError(
@@ -83,7 +88,8 @@ def check_manual(operator: str, axis_name: AxisName) -> tuple[tuple[str, ...], i
             "check_vma=False JAX does not track which values differ between ranks, and "
             "gradients of replicated weights would be wrong by a factor P. Remove "
             "check_vma=False; where a value is typed too narrowly, write "
-            "jax.lax.pcast(value, axis, to='varying')."
+            "jax.lax.pcast(value, axis, to='varying'). jax.pmap has no such types: use "
+            "jax.shard_map."
         )
     return axes, lax.axis_size(axes)
 

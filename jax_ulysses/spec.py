@@ -8,6 +8,7 @@ All shape validation of the library lives here. A wrong argument is a
 import dataclasses
 import enum
 import math
+import numbers
 
 import jax.numpy as jnp
 
@@ -24,6 +25,13 @@ class TokenOrder(enum.Enum):
 
     CONTIGUOUS = "contiguous"
     ZIGZAG = "zigzag"
+
+    @classmethod
+    def _missing_(cls, value):
+        raise ValueError(
+            f"token_order={value!r} must be one of {[o.value for o in cls]}, or a "
+            "TokenOrder."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +103,19 @@ class Request:
 GEMM_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
+def arrays(*operands) -> tuple:
+    """Arrays of what JAX takes for one, such as Flax's parameters; None stays."""
+    return tuple(None if x is None else jnp.asarray(x) for x in operands)
+
+
+def _check_count(what: str, count) -> None:
+    if isinstance(count, bool) or not isinstance(count, numbers.Integral):
+        raise ValueError(f"{what}={count!r} must be a whole number.")
+
+
 def check_heads(what: str, num_heads: int, num_ranks: int) -> None:
     """Raises ValueError unless heads can be split or replicated over the ranks."""
+    _check_count(what, num_heads)
     if num_heads < 1:
         raise ValueError(f"{what}={num_heads}: must be at least 1.")
     if num_heads % num_ranks and num_ranks % num_heads:
@@ -110,6 +129,8 @@ def check_heads(what: str, num_heads: int, num_ranks: int) -> None:
 
 def check_query_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:
     """Raises ValueError unless N, K and P fit together."""
+    _check_count("num_heads", num_heads)
+    _check_count("num_kv_heads", num_kv_heads)
     rule = (
         f"num_heads N={num_heads}, num_kv_heads K={num_kv_heads}, P={num_ranks} "
         "(counts on one rank, after any tensor-parallel split)"

@@ -71,7 +71,8 @@ def _scatter_fwd(call, parts):
 
 def _scatter_bwd(call, _, cotangents):
     back = call.backward()
-    return (back.run("gather", cotangents, cotangents, sum_replicas=True),)
+    copies = max(back.exchange.replicas) > 1
+    return (back.run("gather", cotangents, cotangents, sum_replicas=copies),)
 
 
 scatter.defvjp(_scatter_fwd, _scatter_bwd)
@@ -98,6 +99,7 @@ gather.defvjp(_gather_fwd, _gather_bwd)
 
 def gemm_a2a(call: Call, x: Array, w: Array, bias: Array | None) -> tuple[Array, ...]:
     """x [B, T, D] times w, scattered: per segment [B, S, local heads, H]."""
+    _check_reduced(call, x, w, bias)
     return _gemm_a2a(call, _widen(x, w, bias), w, bias)
 
 
@@ -105,7 +107,19 @@ def a2a_gemm(
     call: Call, parts: tuple[Array, ...], w: Array, bias: Array | None
 ) -> Array:
     """Gathers parts to [B, T, C], times w: [B, T, D]."""
+    _check_reduced(call, *parts, w, bias)
     return _a2a_gemm(call, tuple(_widen(p, *parts, w, bias) for p in parts), w, bias)
+
+
+def _check_reduced(call: Call, *operands: Array | None) -> None:
+    """As JAX's own dot; a kernel would multiply, and add the bias, term by term."""
+    for x in operands:
+        axes = jax.typeof(x).mat.unreduced if x is not None else ()
+        if axes:
+            raise ValueError(
+                f"{call.operator}: {jax.typeof(x)} is unreduced, its sum over "
+                f"{sorted(axes)} has yet to be taken: do that before, by jax.lax.psum."
+            )
 
 
 def _widen(x: Array, *others: Array | None) -> Array:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``UlyssesAttention``: the attention layer as a Flax nnx module on global arrays."""
 
-import functools
 import math
 
 import jax
@@ -13,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ulysses import AttentionParams, TokenOrder, ulysses_attention
 from jax_ulysses._typing import Array, AxisName
-from jax_ulysses.dispatch import Implementation
+from jax_ulysses.dispatch import Implementation, normalise
 from jax_ulysses.local_attention import AttentionFn
 from jax_ulysses.sharding import axis_tuple
 
@@ -62,7 +61,8 @@ class UlyssesAttention(nnx.Module):
           causal: token i sees tokens 0..i.
           window: sliding window in tokens, see ``ulysses_attention``.
           rope_theta: RoPE base, None for no RoPE.
-          qk_norm: RMSNorm on each query and key head.
+          qk_norm: RMSNorm on each query head, and on each key head that is projected
+            here.
           use_bias: biases on both projections.
           sinks: one learned attention-sink logit a head.
           cross_attention: only queries are projected; calls need ``cross_kv``.
@@ -75,9 +75,14 @@ class UlyssesAttention(nnx.Module):
           rngs: parameter randomness.
 
         Raises:
-          ValueError: D not divisible by N when ``head_dim`` is None.
+          ValueError: D not divisible by N when ``head_dim`` is None, or no heads.
         """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if min(num_heads, num_kv_heads) < 1:
+            raise ValueError(
+                f"num_heads={num_heads} and num_kv_heads={num_kv_heads} must be at "
+                "least 1."
+            )
         if head_dim is None:
             if d_model % num_heads:
                 raise ValueError(
@@ -85,23 +90,20 @@ class UlyssesAttention(nnx.Module):
                     "give head_dim."
                 )
             head_dim = d_model // num_heads
+        # Plain values, which compare by what they are: modules that were made alike
+        # have one graph definition, so that jit traces once for all of them.
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim = head_dim
         self.causal = causal and not cross_attention
         self.axis_name, self.batch_axes = axis_name, batch_axes
         self.token_order = TokenOrder(token_order)
         self.cross_attention, self.dtype, self.mesh = cross_attention, dtype, mesh
-        self._attend = functools.partial(
-            ulysses_attention,
-            axis_name=axis_name,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            causal=self.causal,
-            window=window,
-            rope_theta=rope_theta,
-            token_order=self.token_order,
-            attention_fn=attention_fn,
-            implementation=implementation,
+        self.window, self.rope_theta, self.attention_fn = (
+            window,
+            rope_theta,
+            attention_fn,
         )
+        self.implementation = normalise(implementation)
 
         projected = num_heads + (0 if cross_attention else 2 * num_kv_heads)
         init = nnx.initializers.lecun_normal()
@@ -116,7 +118,8 @@ class UlyssesAttention(nnx.Module):
         self.b_qkv = param(zeros, columns) if use_bias else None
         self.b_out = param(zeros, d_model) if use_bias else None
         self.q_norm = param(ones, head_dim) if qk_norm else None
-        self.k_norm = param(ones, head_dim) if qk_norm else None
+        own_keys = qk_norm and not cross_attention
+        self.k_norm = param(ones, head_dim) if own_keys else None
         self.sinks = param(zeros, num_heads) if sinks else None
 
     def params(self) -> AttentionParams:
@@ -169,9 +172,33 @@ class UlyssesAttention(nnx.Module):
         }
         context = {"cross_kv": cross_kv, "joint_kv": joint_kv}
         x = x.astype(self.dtype)
+        for name, value in tokens.items():
+            if value is not None and value.shape != x.shape[:2]:
+                raise ValueError(
+                    f"{name} must have shape [B, S] = {x.shape[:2]}, that of x without "
+                    f"D; got {value.shape}."
+                )
         if jax.sharding.get_abstract_mesh().manual_axes:
-            return self._attend(x, self.params(), **tokens, **context)
+            return self._attend(x, self.params(), tokens, context)
         return self._sharded(x, tokens, context)
+
+    def _attend(self, x, params, tokens, context):
+        return ulysses_attention(
+            x,
+            params,
+            axis_name=self.axis_name,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            causal=self.causal,
+            window=self.window,
+            rope_theta=self.rope_theta,
+            token_order=self.token_order,
+            attention_fn=self.attention_fn,
+            implementation=self.implementation,
+            **tokens,
+            **context,
+        )
 
     def _sharded(self, x, tokens, context):
         mesh = self._find_mesh()
@@ -197,6 +224,7 @@ class UlyssesAttention(nnx.Module):
         length = x.shape[1]
         num_ranks = math.prod(mesh.shape[a] for a in axes)
         token_spec = P(batch or None, axes)
+        _check_batch_sharding(x, batch or ())
         if length % num_ranks == 0:
             _check_sequence_sharding(x, axes)
         x, tokens = self._pad(x, tokens, num_ranks)
@@ -207,16 +235,10 @@ class UlyssesAttention(nnx.Module):
             dict.fromkeys(context, P(batch or None)),
         )
         # Explicit meshes want operands that carry these specs already.
-        place = functools.partial(_place, mesh)
         operands = (x, self.params(), tokens, context)
-        operands = tuple(map(place, operands, in_specs))
+        operands = (_place(mesh, *pair) for pair in zip(operands, in_specs))
         out = jax.shard_map(
-            lambda x, params, tokens, context: self._attend(
-                x, params, **tokens, **context
-            ),
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=token_spec,
+            self._attend, mesh=mesh, in_specs=in_specs, out_specs=token_spec
         )(*operands)
         if out.shape[1] == length:
             return out
@@ -259,14 +281,30 @@ class UlyssesAttention(nnx.Module):
         return pad(x), {name: pad(value) for name, value in tokens.items()}
 
 
-def _check_sequence_sharding(x, axes):
-    """On Explicit meshes the type says how ``x`` is sharded: refuse a wrong one."""
+def _explicit_axes(x, dim):
+    """Explicit mesh axes, and those over which a dimension is sharded, by its type."""
     sharding = jax.typeof(x).sharding
     explicit = getattr(sharding.mesh, "explicit_axes", ())
+    spec = (*sharding.spec, None, None)[dim]
+    return explicit, (spec,) if isinstance(spec, str) else tuple(spec or ())
+
+
+def _check_batch_sharding(x, batch):
+    """Refuses a sharding of B that would be undone: every device would have it all."""
+    _, found = _explicit_axes(x, 0)
+    unknown = [a for a in found if a not in batch]
+    if unknown:
+        raise ValueError(
+            f"x {jax.typeof(x)} is sharded over {unknown} on its batch axis, which "
+            f"batch_axes={batch} do not name: pass batch_axes={found}."
+        )
+
+
+def _check_sequence_sharding(x, axes):
+    """On Explicit meshes the type says how ``x`` is sharded: refuse a wrong one."""
+    explicit, found = _explicit_axes(x, 1)
     if not all(a in explicit for a in axes):
         return
-    spec = (*sharding.spec, None, None)[1]
-    found = (spec,) if isinstance(spec, str) else tuple(spec or ())
     if found != axes:
         raise ValueError(
             f"x {jax.typeof(x)} is sharded over {found or 'nothing'} on its sequence "
@@ -277,11 +315,19 @@ def _check_sequence_sharding(x, axes):
 
 def _place(mesh, tree, spec):
     """Reshards where the mesh is Explicit; elsewhere shard_map does it."""
-    if jax.sharding.AxisType.Explicit not in mesh.axis_types:
+    explicit = [
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types)
+        if kind == jax.sharding.AxisType.Explicit
+    ]
+    if not explicit:
         return tree
 
+    def kept(entry):
+        return tuple(a for a in axis_tuple(entry) if a in explicit) if entry else None
+
     def leaf(spec, value):
-        where = NamedSharding(mesh, spec)
+        where = NamedSharding(mesh, P(*(kept(entry) or None for entry in spec)))
         return jax.tree.map(lambda v: jax.sharding.reshard(v, where), value)
 
     if isinstance(spec, dict):

@@ -9,6 +9,8 @@ import optax
 from .config import TrainConfig
 
 _WARM_UP_STEPS = 20
+# Of Flax's layers, and of UlyssesAttention.
+_NOT_DECAYED = {"scale", "bias", "q_norm", "k_norm", "b_qkv", "b_out", "sinks"}
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -30,7 +32,8 @@ def _decayed(params) -> Any:
     """Marks matrices for weight decay; norm scales and biases keep their size."""
 
     def is_matrix(path, _) -> bool:
-        names = jax.tree_util.keystr(path)
-        return not any(name in names for name in ("scale", "bias", "sink"))
+        # Not by the number of dimensions: layers are stacked.
+        names = {str(getattr(key, "key", getattr(key, "name", ""))) for key in path}
+        return names.isdisjoint(_NOT_DECAYED)
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)

@@ -153,6 +153,10 @@ def test_window_arguments():
     assert normalise_window((2, 5), False) == (2, 5)
     with pytest.raises(ValueError, match="window=0"):
         normalise_window(0, True)
+    assert normalise_window(np.int64(4), True) == (3, 0)
+    for wrong in ("a", 2.5, (1, 2, 3), (1.0, 2)):
+        with pytest.raises(ValueError, match="must be a number of tokens or a pair"):
+            normalise_window(wrong, True)
     with pytest.raises(ValueError, match=r"window=\(-1, 2\)"):
         normalise_window((-1, 2), False)
 

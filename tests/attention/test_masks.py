@@ -3,6 +3,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -77,6 +78,21 @@ def test_segments_do_not_see_each_other(causal, implementation):
         expected = same & (np.arange(16) >= token) if causal else same
         assert moved[row].tolist() == expected.tolist()
         assert not moved[1 - row].any()
+
+
+@pytest.mark.user_case(15)
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
+def test_wide_ids_stay_apart(dtype):
+    """Ids that differ in their upper half only, where JAX has 64 bits."""
+    w, case = world("cp4"), LayerCase(segments=True)
+    x, params, tokens, context = case.operands(w.num_ranks)
+    ids = tokens["segment_ids"].astype(dtype)
+    large = ids << (8 * ids.itemsize - 4) if ids.itemsize == 8 else ids
+    with jax.enable_x64(True):
+        run = case.runner(w, "xla")
+        expected = run((x, params, tokens, context))
+        given = run((x, params, {"segment_ids": large}, context))
+    np.testing.assert_array_equal(given, expected)
 
 
 @pytest.mark.user_case(13, 28)

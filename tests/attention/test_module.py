@@ -92,7 +92,7 @@ def test_implementations(length, implementation):
 
 
 @pytest.mark.user_case(17)
-@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("kind", ["explicit", "auto", "dp_auto", "cp_auto"])
 def test_zigzag(kind):
     case = LayerCase(zigzag=True, segments=True, **FULL)
     _compare(case, world(f"dp2cp4-{kind}"))

@@ -37,6 +37,18 @@ def test_explicit_input_that_is_not_sharded_on_the_sequence(spec):
         jax.eval_shape(module.__call__, w.abstract((2, 16, 12), spec=spec))
 
 
+def test_explicit_batch_over_an_axis_that_is_not_named():
+    """It would be gathered: every rank of that axis would compute all of the batch."""
+    w = world("dp2cp4-explicit")
+    module = module_of(LayerCase(), w, batch_axes=("data",))
+    match = r"sharded over \['dp'\] on its batch axis.*pass batch_axes=\('dp',\)"
+    with jax.set_mesh(w.mesh), pytest.raises(ValueError, match=match):
+        jax.eval_shape(module.__call__, w.abstract((2, 16, 12), spec=P("dp", "cp")))
+    replicated = w.abstract((2, 16, 12), spec=P(None, "cp"))
+    with jax.set_mesh(w.mesh):
+        assert jax.eval_shape(module.__call__, replicated).shape == (2, 16, 12)
+
+
 def test_shapes_are_checked():
     w = world("dp2cp4-explicit")
     module = module_of(LayerCase(), w)
@@ -55,6 +67,11 @@ def test_shapes_are_checked():
         cross(jnp.zeros((2, 16, 12)))
     with pytest.raises(ValueError, match="d_model=10 is not divisible by num_heads=4"):
         UlyssesAttention(10, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="num_heads=0 and num_kv_heads=0 must be"):
+        UlyssesAttention(10, 0, rngs=nnx.Rngs(0))
+    ids = jnp.zeros((2, 13), jnp.int32)
+    with pytest.raises(ValueError, match=r"segment_ids .*= \(2, 14\).*; got \(2, 13\)"):
+        module(jnp.zeros((2, 14, 12)), segment_ids=ids)
 
 
 @pytest.mark.user_case(3)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of ``ulysses_attention`` that cannot mean anything."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,6 +147,19 @@ def test_parameters(params, match):
 def test_rope_needs_pairs():
     with pytest.raises(ValueError, match="head_dim must be even: 3"):
         _trace(LayerCase(head_dim=3, causal=False))
+    with pytest.raises(ValueError, match="base theta=0 must be positive"):
+        _trace(LayerCase(rope_theta=0, causal=False))
+
+
+@pytest.mark.parametrize("wrong", [{"heads": 8.0}, {"kv_heads": "2"}])
+def test_head_counts_are_whole_numbers(wrong):
+    ((name, value),) = wrong.items()
+    case = LayerCase(causal=False)
+    operands = case.operands(4)
+    with pytest.raises(
+        ValueError, match=f"num_{name}={value!r} must be a whole number"
+    ):
+        _trace(dataclasses.replace(case, **wrong), operands)
 
 
 @pytest.mark.user_case(23)

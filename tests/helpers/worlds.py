@@ -109,6 +109,11 @@ def world(name: str) -> World:
     if base == "cp2dp4":
         return World(name, _mesh(devices.reshape(2, 4), ("cp", "dp")), batch="dp")
     if base == "dp2cp4":
+        if kind in ("dp_auto", "cp_auto"):
+            types = tuple(
+                AxisType.Auto if kind.startswith(a) else AxisType.Explicit
+                for a in ("dp", "cp")
+            )
         mesh = _mesh(devices.reshape(2, 4), ("dp", "cp"), types)
         return World(name, mesh, batch="dp")
     if base == "dp2cp2tp2":
@@ -131,4 +136,5 @@ def world(name: str) -> World:
 
 
 def _mesh(devices, names, types=AxisType.Explicit):
-    return Mesh(devices, names, axis_types=(types,) * len(names))
+    types = types if isinstance(types, tuple) else (types,) * len(names)
+    return Mesh(devices, names, axis_types=types)
