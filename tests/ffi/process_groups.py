@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each process of a group does, with a stand-in for the kernels: needs no GPU."""
 
+import functools
 import os
 import signal
 import time
 
 from jax_ulysses import heaps
+from jax_ulysses.rendezvous import Rendezvous
 
 
 class StandIn:
@@ -14,6 +16,7 @@ class StandIn:
     def __init__(self, index: int):
         self._index = index
         self.closed = ""
+        self.destroyed: list[int] = []
 
     def build_info(self):
         return {"platforms": ["cuda"]}
@@ -28,7 +31,7 @@ class StandIn:
         assert len(blobs) == 3
 
     def group_info(self, session):
-        return {"platform": "cuda", "closed": [self.closed]}
+        return {"platform": "cuda", "closed": [self.closed], "heap_bytes": 2048}
 
     def group_fail(self, session, text):
         self.closed = text
@@ -37,11 +40,11 @@ class StandIn:
         pass
 
     def group_destroy(self, session):
-        pass
+        self.destroyed.append(session)
 
 
-def one_dies(rank, victim):
-    """Two groups, one after the other; ``victim`` is killed in the second."""
+def _stand_in(rank):
+    """Puts a stand-in in place; returns it, and a plan for the ranks' mesh."""
     targets = StandIn(rank.index)
     heaps._targets = lambda: targets
     plan = heaps.Plan(
@@ -54,6 +57,39 @@ def one_dies(rank, victim):
         deadline_ms=30000,
         sm_budget=0,
     )
+    return targets, plan
+
+
+def one_is_late(rank, late):
+    """``late`` comes when the others have given up: to finalize, then to initialize."""
+    targets, plan = _stand_in(rank)
+
+    def wait():
+        if rank.index == late:
+            time.sleep(3)
+
+    heaps.FINALIZE_TIMEOUT_S = 1.0
+    session, _, made = heaps.create(plan, "cuda")
+    wait()
+    heaps.destroy(session, made)
+    kept = session not in targets.destroyed
+    heaps.Rendezvous = functools.partial(Rendezvous, timeout_s=1.0)
+    wait()
+    failures = []
+    for _ in range(10):
+        try:
+            heaps.create(plan, "cuda")
+            break
+        except RuntimeError as error:
+            failures.append(str(error))
+    else:
+        raise AssertionError(failures)
+    return {"kept": kept, "failures": failures}
+
+
+def one_dies(rank, victim):
+    """Two groups, one after the other; ``victim`` is killed in the second."""
+    targets, plan = _stand_in(rank)
     session, reasons, made = heaps.create(plan, "cuda")
     assert "cuda" not in reasons, reasons
     heaps.destroy(session, made)

@@ -143,6 +143,30 @@ def late_rank(rank):
         assert outcome(rank, x) == "right"
 
 
+def late_finalize(rank):
+    """The others keep their heaps: the late process could have written to them."""
+    if rank.num_ranks == 1 or len({d.process_index for d in rank.mesh.devices}) == 1:
+        return {"not_run": "needs several processes"}
+    records = _Records(logging.WARNING)
+    logger = logging.getLogger("jax_ulysses")
+    logger.addHandler(records)
+    timeout_s, late = heaps.FINALIZE_TIMEOUT_S, rank.index == 1
+    heaps.FINALIZE_TIMEOUT_S = 1.0
+    try:
+        initialize(rank)
+        assert outcome(rank, array(rank)) == "right"
+        if late:
+            time.sleep(4)
+        ju.finalize()
+    finally:
+        heaps.FINALIZE_TIMEOUT_S = timeout_s
+        logger.removeHandler(records)
+    kept = any("stay allocated" in text for text in records.texts)
+    assert kept != late, records.texts
+    initialize(rank)
+    assert outcome(rank, array(rank)) == "right"
+
+
 def healthy(rank):
     """What a call does in new processes."""
     initialize(rank)

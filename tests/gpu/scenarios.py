@@ -33,6 +33,7 @@ from tests.gpu.faults import (
     fault_other_call,
     fault_other_dtype,
     fault_other_shape,
+    late_finalize,
     late_rank,
 )
 from tests.gpu.shards import HEADS, SEQUENCE, assert_same_bits, place, run
@@ -305,6 +306,7 @@ SCENARIOS = (
     arguments,
     out_of_memory,
     different_arguments,
+    late_finalize,
     cycles,
 )
 
