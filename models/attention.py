@@ -292,7 +292,8 @@ def _explicit_axes(x, dim):
 def _check_batch_sharding(x, batch):
     """Refuses a sharding of B that would be undone: every device would have it all."""
     _, found = _explicit_axes(x, 0)
-    unknown = [a for a in found if a not in batch]
+    mesh = jax.typeof(x).sharding.mesh
+    unknown = [a for a in found if a not in batch and mesh.shape[a] > 1]
     if unknown:
         raise ValueError(
             f"x {jax.typeof(x)} is sharded over {unknown} on its batch axis, which "
