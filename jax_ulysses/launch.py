@@ -5,10 +5,10 @@
 The program calls ``join`` before it touches a device.
 """
 
-import argparse
 import contextlib
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 import socket
@@ -20,12 +20,16 @@ from collections.abc import Mapping
 import jax
 from jax._src import distributed
 
+from jax_ulysses import exits
+from jax_ulysses.launch_options import parse
 from jax_ulysses.launch_workers import Signals, Worker, say, supervise
 from jax_ulysses.testing.mps import CONTROL, Mps
 from jax_ulysses.testing.rigs import Rig, environment_of
 
 _INDEX, _COUNT = "JAX_ULYSSES_PROCESS_ID", "JAX_ULYSSES_NUM_PROCESSES"
 _ADDRESS = "JAX_COORDINATOR_ADDRESS"
+# The launcher's own arguments, for ``same_launch``.
+_OPTIONS = "JAX_ULYSSES_LAUNCH"
 _RIGS: dict[str, Rig] = {"gpus": "processes", "one-gpu": "shared", "cpu": "cpu"}
 
 
@@ -36,6 +40,8 @@ def join() -> tuple[int, int]:
     ``jax.distributed`` is initialised already, nothing is done; a process of
     ``jax_ulysses.launch`` joins the others; a task of a SLURM step with several
     tasks joins them by JAX's own detection; anything else stays alone.
+
+    Once there are others, a program that fails ends within seconds: see ``exits``.
 
     Returns:
       Index of this process, and how many there are.
@@ -54,6 +60,7 @@ def join() -> tuple[int, int]:
             state.initialize()
     if not state.is_initialized():
         return 0, 1
+    exits.leave_soon_on_failure()
     # jax.process_index() would start the backends.
     shared = distributed.global_state
     return shared.process_id, shared.num_processes
@@ -88,15 +95,32 @@ def process_environment(
     return env
 
 
+def same_launch(module: str, *arguments: str) -> str:
+    """The command that starts a module as this process was started.
+
+    Args:
+      module: of which a process runs ``python -m``.
+      arguments: for it.
+
+    Returns:
+      A line for the shell, with the launcher if this is one of its processes.
+    """
+    command = [sys.executable, "-m"]
+    if _OPTIONS in os.environ:
+        own = shlex.split(os.environ[_OPTIONS])
+        command += ["jax_ulysses.launch", *own, "-m"]
+    return shlex.join([*command, module, *arguments])
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    options = _parse(argv)
+    options = parse(argv)
     if isinstance(options, str):
         say(f"error: {options}")
         return 2
     with contextlib.ExitStack() as stack:
         signals = stack.enter_context(Signals())
-        base = dict(os.environ)
+        base = os.environ | {_OPTIONS: shlex.join(options.own)}
         if options.mode == "one-gpu":
             try:
                 mps = stack.enter_context(Mps())
@@ -126,81 +150,6 @@ def _run(options, base, folder, signals) -> int:
             workers.append(Worker(index, options.command, env, log))
             stack.callback(workers[-1].end)
         return supervise(workers, signals, options.grace)
-
-
-def _parse(argv) -> argparse.Namespace | str:
-    """The checked command line, or what is wrong with it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jax_ulysses.launch",
-        description="Starts a program once per GPU of this host. The first process "
-        "that fails ends the others and its log is shown; signals reach all of them.",
-    )
-    add = parser.add_argument
-    add("-n", type=int, help="processes; by default as many as there are GPUs")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--one-gpu",
-        dest="mode",
-        action="store_const",
-        const="one-gpu",
-        help="all processes share the first GPU, under an MPS of their own",
-    )
-    where.add_argument(
-        "--cpu",
-        dest="mode",
-        action="store_const",
-        const="cpu",
-        help="a CPU device each, to try a program out",
-    )
-    add(
-        "--log-dir",
-        type=pathlib.Path,
-        metavar="DIR",
-        help="keep rank_<i>.log here (a temporary folder, kept after a failure)",
-    )
-    add(
-        "--grace",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="after a signal to stop, how long processes may go on when one has (60)",
-    )
-    add("-m", dest="module", action="store_true", help="the program is a module")
-    add("program", help="file, or module with -m")
-    add("args", nargs=argparse.REMAINDER, help="its arguments")
-    options = parser.parse_args(argv)
-    options.mode = options.mode or "gpus"
-    program = ["-m", options.program] if options.module else [options.program]
-    options.command = [sys.executable, *program, *options.args]
-    if not options.module and not pathlib.Path(options.program).is_file():
-        return f"no such file: {options.program}"
-    gpus = _count_gpus() if options.mode == "gpus" else None
-    if options.n is None:
-        if not gpus:
-            return "how many processes? Say -n; no GPUs were found to count"
-        options.n = gpus
-    if options.n < 1:
-        return f"-n must be at least 1, got {options.n}"
-    if gpus is not None and options.n > gpus:
-        return (
-            f"{options.n} processes, but {gpus} GPUs are visible: --one-gpu puts all "
-            "processes on one, --cpu takes none"
-        )
-    return options
-
-
-def _count_gpus() -> int | None:
-    """GPUs that CUDA would show; None if there is nothing to ask."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip()])
-    try:
-        listing = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return sum(line.startswith("GPU ") for line in listing.splitlines())
 
 
 @contextlib.contextmanager

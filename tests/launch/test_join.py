@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jax_ulysses import launch
+from jax_ulysses import launch, launch_options
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,42 @@ def test_wrong_arguments(arguments, visible, message, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert launch.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_no_gpus(monkeypatch, capsys):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setenv("PATH", "/nothing")
+    assert launch.main(["-n", "2", __file__]) == 2
+    error = capsys.readouterr().err
+    assert "error: no GPUs were found" in error
+    assert "--cpu" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "own"),
+    [
+        (["-n", "2", "--cpu", "prog.py", "-n", "7"], ["-n", "2", "--cpu"]),
+        (["--cpu", "-n2", "-m", "mod", "-m", "x"], ["--cpu", "-n2"]),
+        (["-n", "1", "--cpu", "--", "prog.py"], ["-n", "1", "--cpu"]),
+    ],
+)
+def test_own_arguments(arguments, own, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prog.py").touch()
+    options = launch_options.parse(arguments)
+    assert not isinstance(options, str)
+    assert options.own == own
+
+
+def test_same_launch(monkeypatch):
+    monkeypatch.delenv("JAX_ULYSSES_LAUNCH", raising=False)
+    assert launch.same_launch("mod", "a b") == f"{sys.executable} -m mod 'a b'"
+    monkeypatch.setenv("JAX_ULYSSES_LAUNCH", "-n 2 --log-dir 'my logs'")
+    assert launch.same_launch("mod", "--resume") == (
+        f"{sys.executable} -m jax_ulysses.launch -n 2 --log-dir 'my logs' "
+        "-m mod --resume"
+    )
 
 
 def test_environments(monkeypatch):
