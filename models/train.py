@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import shlex
 import signal
 import sys
 import time
@@ -210,10 +209,14 @@ def _rounded(value: float | None) -> int | None:
 
 
 def _say_how_to_resume(options: Options, done: int) -> None:
-    command = [sys.executable, "-m", "jax_ulysses.models.train", "--resume", "--out"]
+    arguments = ["--resume", "--out", str(options.out)]
+    # The folder has all other settings.
+    if not options.parity:
+        arguments += ["--no-parity"]
+    command = launch.same_launch("jax_ulysses.models.train", *arguments)
     say(
         f"interrupted: {done} of {options.config.steps} steps are saved in "
-        f"{options.out}; continue with\n  {shlex.join([*command, str(options.out)])}"
+        f"{options.out}; continue with\n  {command}"
     )
 
 

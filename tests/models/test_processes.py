@@ -7,6 +7,7 @@ processes themselves do (who writes, when all stop, who reads what) is the same 
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -93,9 +94,13 @@ def test_stopped_and_continued_it_has_the_same_bits(text, tmp_path, straight):
     done = len(_losses(out))
     assert 1 <= done < _STEPS
     assert f"interrupted: {done} of {_STEPS} steps are saved in {out}" in stderr
-    code, _, stderr = _run(_command(text, out, "--resume", "--no-parity"))
+    printed = stderr.partition("continue with\n")[2].splitlines()[0].strip()
+    launcher = "-m jax_ulysses.launch -n 2 --cpu -m jax_ulysses.models.train "
+    assert launcher in printed
+    code, stdout, stderr = _run(shlex.split(printed))
     assert code == 0, stderr
     assert f"resumed after step {done}" in stderr
+    assert json.loads(stdout.splitlines()[-1])["parity"] is None
     assert _losses(out) == _losses(straight[0])
 
 

@@ -150,7 +150,7 @@ def test_ctrl_c_in_a_process_of_its_own(text, tmp_path):
     done = len((out / "metrics.jsonl").read_text().splitlines())
     assert f"interrupted: {done} of 100000 steps are saved in {out}" in stderr
     command = f"{sys.executable} -m jax_ulysses.models.train --resume --out {out}"
-    assert command in stderr
+    assert f"\n  {command} --no-parity\n" in stderr
     assert (out / "checkpoints" / str(done)).is_dir()
 
 
