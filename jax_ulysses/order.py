@@ -2,6 +2,7 @@
 """Token orders as permutations of global arrays and of gathered shards."""
 
 import jax.numpy as jnp
+from jax import lax
 
 from jax_ulysses._typing import Array
 from jax_ulysses.spec import TokenOrder
@@ -19,8 +20,9 @@ def global_order(x: Array, order: TokenOrder) -> Array:
     """
     if order is TokenOrder.ZIGZAG:
         halves = x.reshape(*x.shape[:2], 2, x.shape[2] // 2, *x.shape[3:])
+        first, second = (_take(halves, 2, i) for i in (0, 1))
         # Second halves run backwards: rank r holds chunk 2P-1-r.
-        x = jnp.concatenate([halves[:, :, 0], halves[::-1, :, 1]], axis=0)
+        x = jnp.concatenate([first, jnp.flip(second, 0)], axis=0)
     x = jnp.moveaxis(x, 0, 1)
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
@@ -40,8 +42,8 @@ def shard_order(x: Array, num_ranks: int, order: TokenOrder) -> Array:
     x = x.reshape(x.shape[0], chunks, x.shape[1] // chunks, *x.shape[2:])
     x = jnp.moveaxis(x, 1, 0)
     if order is TokenOrder.ZIGZAG:
-        first, second = x[:num_ranks], x[: num_ranks - 1 : -1]
-        x = jnp.concatenate([first, second], axis=2)
+        first, second = jnp.split(x, 2)
+        x = jnp.concatenate([first, jnp.flip(second, 0)], axis=2)
     return x
 
 
@@ -61,7 +63,7 @@ def to_zigzag(x: Array, num_ranks: int, axis: int = 1) -> Array:
     """
     x = jnp.moveaxis(x, axis, 0)[None]
     _check_zigzag(x.shape[1], num_ranks)
-    x = shard_order(x, num_ranks, TokenOrder.ZIGZAG)[:, 0]
+    x = shard_order(x, num_ranks, TokenOrder.ZIGZAG).squeeze(1)
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:]), 0, axis)
 
 
@@ -82,7 +84,16 @@ def from_zigzag(x: Array, num_ranks: int, axis: int = 1) -> Array:
     x = jnp.moveaxis(x, axis, 0)
     _check_zigzag(x.shape[0], num_ranks)
     x = x.reshape(num_ranks, 1, x.shape[0] // num_ranks, *x.shape[1:])
-    return jnp.moveaxis(global_order(x, TokenOrder.ZIGZAG)[0], 0, axis)
+    return jnp.moveaxis(global_order(x, TokenOrder.ZIGZAG).squeeze(0), 0, axis)
+
+
+def _take(x: Array, axis: int, index: int) -> Array:
+    """``x`` at one index of an axis.
+
+    Outside of ``jit`` x[...] is a gather, whose result JAX does not shard by itself on
+    axes that are Explicit.
+    """
+    return lax.index_in_dim(x, index, axis, keepdims=False)
 
 
 def _check_zigzag(length: int, num_ranks: int) -> None:

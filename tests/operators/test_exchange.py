@@ -218,6 +218,21 @@ def test_zigzag_permutation_of_global_arrays():
         np.testing.assert_array_equal(ju.from_zigzag(there, ranks, axis), moved)
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_zigzag_permutation_of_sharded_arrays(kind, wrap):
+    """On Explicit axes the result is sharded as the operand is."""
+    w = world(f"dp2cp2tp2-{kind}")
+    x = np.arange(2 * 16 * 3).reshape(2, 16, 3)
+    with jax.set_mesh(w.mesh):
+        there = wrap(lambda x: ju.to_zigzag(x, 2))(w.put(x, w.tokens))
+        back = wrap(lambda x: ju.from_zigzag(x, 2))(there)
+    np.testing.assert_array_equal(there, mapping_oracle.shards_order(x, 2, True))
+    np.testing.assert_array_equal(back, x)
+    for moved in (there, back) if kind == "explicit" else ():
+        assert moved.sharding.spec[:2] == ("dp", "cp")
+
+
 @pytest.mark.parametrize("permute", [ju.to_zigzag, ju.from_zigzag])
 def test_zigzag_permutation_refuses_a_remainder(permute):
     with pytest.raises(ValueError, match=r"S=12 .* 2P=8 .*12 % 8 = 4"):
