@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     doctor.add_argument("--heads", type=int, help="N")
     doctor.add_argument("--kv-heads", type=int, help="K; default N")
-    doctor.add_argument("--head-dim", type=int, default=128, help="H")
+    doctor.add_argument("--head-dim", type=int, help="H; default 128")
     doctor.add_argument("--d-model", type=int, help="D; default N*H")
     doctor.add_argument("--cp", type=int, help="P; default all devices, at most N")
     doctor.add_argument("--seq-len", type=int, default=4096, help="S")

@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from helpers import shadowed
 
 import jax_ulysses
 from jax_ulysses import dispatch, reference, selftest
@@ -63,9 +64,10 @@ def test_more_ranks_than_devices(doctor):
     assert "call jax_ulysses.initialize" in entry["not"]["host"]
 
 
-def test_text_from_the_shell():
+@pytest.mark.parametrize("command", ["jax_ulysses doctor", "jax_ulysses.doctor"])
+def test_text_from_the_shell(command):
     done = subprocess.run(
-        [sys.executable, "-m", "jax_ulysses", "doctor", "--geometry", "llama3_8b"],
+        [sys.executable, "-m", *command.split(), "--geometry", "llama3_8b"],
         capture_output=True,
         text=True,
         check=False,
@@ -74,6 +76,16 @@ def test_text_from_the_shell():
     assert done.returncode == 0, done.stderr
     assert "plan for llama3_8b: B=1 S=4096 N=32 K=8 H=128 D=4096 P=8" in done.stdout
     assert "host    qkv_proj_a2a, a2a_out_proj on 8 devices" in done.stdout
+
+
+def test_the_source_folder_is_recognised(root):
+    """In a clone the package without its other parts comes first, unless it is -e."""
+    built = shadowed.report(root)["built"]
+    assert built["extension"] is None
+    assert built["reason"] == (
+        "the source folder jax_ulysses/ shadows the installed package: run from "
+        f"another folder than {root}, or install with pip install -e ."
+    )
 
 
 def test_list_of_geometries(doctor):
@@ -86,6 +98,11 @@ def test_list_of_geometries(doctor):
     ("args", "words"),
     [
         (["--geometry", "llama99"], ["'llama99'", "llama3_8b"]),
+        (
+            ["--geometry", "llama3_8b", "--heads", "30", "--head-dim", "64"],
+            ["--geometry llama3_8b fixes --heads, --head-dim"],
+        ),
+        (["--kv-heads", "8"], ["--kv-heads without --heads"]),
         (["--heads", "30", "--cp", "4"], ["N=30", "P=4", "30 % 4 = 2"]),
         (["--heads", "32", "--cp", "8", "--seq-len", "100"], ["S=100", "100 % 8 = 4"]),
         (["--heads", "32", "--dtype", "int8"], ["int8", "bfloat16"]),
