@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.nnx import bridge
 
+import jax_ulysses
 from jax_ulysses.models import UlyssesAttention
 
 B, S, D, N, K, H = 4, 96, 32, 8, 2, 4
-jax.set_mesh(jax.make_mesh((2, 4), ("dp", "cp")))
+jax.set_mesh(mesh := jax.make_mesh((2, 4), ("dp", "cp")))
+jax_ulysses.initialize(mesh, axis_name="cp")  # on GPUs the fused kernels need it
 sharded = jax.P("dp", "cp")  # of [B, S, D]
 
 

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import jax_ulysses
 from jax_ulysses.models import UlyssesAttention
 
 B, S, D, N, K, H = 4, 96, 32, 8, 2, 4  # 2 KV heads on 4 context-parallel ranks
-jax.set_mesh(jax.make_mesh((2, 4), ("dp", "cp")))
+jax.set_mesh(mesh := jax.make_mesh((2, 4), ("dp", "cp")))
+jax_ulysses.initialize(mesh, axis_name="cp")  # on GPUs the fused kernels need it
 sharded = jax.P("dp", "cp")  # of [B, S, D]
 
 
@@ -48,10 +50,7 @@ def train_step(block, optimizer, x, y):
 block = Block(nnx.Rngs(0))
 optimizer = nnx.Optimizer(block, optax.adam(1e-2), wrt=nnx.Param)
 x = jax.random.normal(jax.random.key(1), (B, S, D))
-x_sharded, target = (
-    jax.reshard(x, sharded),
-    jax.reshard(jnp.roll(x, 1, axis=1), sharded),
-)
+x_sharded, target = (jax.reshard(a, sharded) for a in (x, jnp.roll(x, 1, axis=1)))
 losses = [float(train_step(block, optimizer, x_sharded, target)) for _ in range(20)]
 error = abs(jax.device_get(block(x_sharded)) - jax.device_get(dense(block, x))).max()
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, largest error {error:.1e}")

@@ -18,7 +18,8 @@ import jax_ulysses
 B, S, D = 2, 64, 48  # batch, global sequence, model dimension
 N, K, H = 16, 4, 8  # query heads, KV heads, head dimension; 4 KV heads on 8 ranks
 
-jax.set_mesh(jax.make_mesh((8,), ("cp",)))
+jax.set_mesh(mesh := jax.make_mesh((8,), ("cp",)))
+jax_ulysses.initialize(mesh, axis_name="cp")  # on GPUs the fused kernels need it
 sequence = P(None, "cp")  # [B, S, D] with S cut over "cp"; weights are replicated
 
 

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from helpers import shadowed
+from jax._src.core import ShardingTypeError
 from jax.sharding import PartitionSpec as P
 
 import jax_ulysses
@@ -144,6 +146,16 @@ def _dead_process():
         jax_ulysses.finalize()
 
 
+def _look_up():
+    with jax.set_mesh(jax.make_mesh((2, 4), ("dp", "cp"))):
+        tokens = jax.reshard(jnp.zeros((2, 16), jnp.int32), P("dp", "cp"))
+        nnx.Embed(50, 8, rngs=nnx.Rngs(0))(tokens)
+
+
+def _source_folder():
+    raise RuntimeError(shadowed.report(ROOT)["built"]["reason"])
+
+
 # Heading in troubleshooting.md -> what provokes it.
 MESSAGES = {
     "works on per-device shapes and must be called inside jax.shard_map": (
@@ -160,6 +172,8 @@ MESSAGES = {
         _scatter, shape=(2, 16, 8, 4), spec=P("dp")
     ),
     "does not match the specs of the input": _wrong_in_specs,
+    "to provide output PartitionSpec for the gather indexing": _look_up,
+    "the source folder jax_ulysses/ shadows the installed package": _source_folder,
     "N must be a multiple of P": lambda: _project(6, 6),
     "N must be a multiple of K": lambda: _project(8, 3),
     "K must be a multiple of P (KV heads are split) or P a multiple of K": (
@@ -197,9 +211,12 @@ MESSAGES = {
 }
 
 
+_ERRORS = (ValueError, NotImplementedError, RuntimeError, ShardingTypeError)
+
+
 @pytest.mark.parametrize("fragment", MESSAGES)
 def test_message_is_real_and_explained(fragment):
-    with pytest.raises((ValueError, NotImplementedError, RuntimeError)) as caught:
+    with pytest.raises(_ERRORS) as caught:
         MESSAGES[fragment]()
     message = " ".join(str(caught.value).split())
     assert fragment in message
