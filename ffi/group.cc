@@ -21,8 +21,8 @@ struct Group {
 struct Registry {
   std::mutex mutex;
   std::map<int64_t, Group> groups;
-  // By session, executions that were under way when a group of it ended. What their late ranks bring
-  // to the session's next group would wait there for calls that never come.
+  // By session, executions that were under way when a group of it ended. What their late ranks
+  // bring to the session's next group would wait there for calls that never come.
   std::map<int64_t, std::set<int64_t>> lost_runs;
   std::map<std::string, HeapFactory> platforms = {
       {"cpu",

@@ -48,8 +48,8 @@ void CreateGroup(const GroupConfig& config);
 GroupInfo GetGroupInfo(int64_t session);
 void InjectFault(int64_t session, int32_t line, int32_t rank, const std::string& kind,
                  int64_t value);
-// `run`: the execution that asks, 0 if it is not known. One that has met the end of an earlier group
-// of this session is refused: its calls on other ranks ended with that.
+// `run`: the execution that asks, 0 if it is not known. One that has met the end of an earlier
+// group of this session is refused: its calls on other ranks ended with that.
 RankHandle FindRank(int64_t session, int32_t device_ordinal, int64_t run = 0);
 
 }  // namespace jax_ulysses

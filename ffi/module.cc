@@ -83,9 +83,9 @@ nb::bytes GroupPrepare(int64_t session, int32_t num_ranks, const Members& member
   std::vector<HeapRecord> records;
   {
     const nb::gil_scoped_release unlocked;
-    records = PrepareGroup(MakeConfig(session, num_ranks, members, slot_bytes, num_slots,
-                                      deadline_ms, platform, start_epoch, num_lines, sm_budget,
-                                      comm_ctas));
+    records =
+        PrepareGroup(MakeConfig(session, num_ranks, members, slot_bytes, num_slots, deadline_ms,
+                                platform, start_epoch, num_lines, sm_budget, comm_ctas));
   }
   std::string bytes(kMagic, sizeof(kMagic));
   bytes.append(reinterpret_cast<const char*>(records.data()), records.size() * sizeof(HeapRecord));

@@ -9,7 +9,7 @@ implementation was taken and why the better ones were not.
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 from jax_ulysses import mosaic, mosaic_remote, native, reference
 from jax_ulysses.config import config
@@ -63,7 +63,7 @@ def available_implementations() -> tuple[str, ...]:
 
 def normalise(
     implementation: str | Sequence[str] | None,
-) -> tuple[str, ...] | None:
+) -> tuple[ImplementationName, ...] | None:
     """Checks an ``implementation`` argument and makes it hashable.
 
     Raises:
@@ -80,7 +80,7 @@ def normalise(
             f"implementation={implementation!r}: expected None, one of "
             f"{list(_BACKENDS)}, or a non-empty sequence of them."
         )
-    return names
+    return cast(tuple[ImplementationName, ...], names)
 
 
 def explain(request: Request) -> dict[str, str | None]:

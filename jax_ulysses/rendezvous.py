@@ -60,7 +60,7 @@ class Rendezvous:
         self._me = jax.process_index()
         self._timeout_s = timeout_s
         self._step = 0
-        self._client = _client() if len(self.processes) > 1 else None
+        self._client: Any = _client() if len(self.processes) > 1 else None
         if self._client is None:
             return
         ids = [d.id for d in mesh.devices.flat]

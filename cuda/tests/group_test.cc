@@ -94,8 +94,7 @@ struct Scatter {
 
   bool Ended(size_t count) {
     std::unique_lock<std::mutex> lock(mutex);
-    return ended.wait_for(lock, std::chrono::seconds(20),
-                          [&] { return statuses.size() == count; });
+    return ended.wait_for(lock, std::chrono::seconds(20), [&] { return statuses.size() == count; });
   }
 };
 
