@@ -11,6 +11,8 @@ PIP := $(PY) -m pip --disable-pip-version-check -qq
 # where nvcc and CUTLASS are, and fetches CUTLASS where nvcc and a GPU are (compiling them takes
 # minutes); ON fetches it always, and fails without nvcc.
 export JAX_ULYSSES_CUDA ?= AUTO
+# Users' compilers may warn of more than those that this was written with.
+export JAX_ULYSSES_WERROR ?= ON
 CUTLASS := $(shell sed -n 's/.*"\(nvidia-cutlass==[^"]*\)".*/\1/p' pyproject.toml)
 # Two compilers at a time on a small machine: an nvcc run of a CUTLASS kernel takes gigabytes.
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc)
@@ -21,7 +23,7 @@ endif
 
 NATIVE := CMakeLists.txt $(shell find cmake cuda ffi -type f \
   \( -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cmake' \
-     -o -name CMakeLists.txt \) 2>/dev/null)
+     -o -name '*.def' -o -name CMakeLists.txt \) 2>/dev/null)
 CXX_FILES = $(filter %.cc %.cu %.cuh %.h,$(NATIVE))
 # The editable install notes which packages exist; their modules it finds by itself.
 PACKAGES := $(shell find jax_ulysses ffi pallas models -name __init__.py 2>/dev/null)
@@ -35,7 +37,8 @@ DEMO_ARGS ?=
 CMAKE = $(BIN)/cmake
 # The C++ tests need neither Python nor nvcc: what those build is covered by the install.
 CTEST_FLAGS = -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-  -DJAX_ULYSSES_BUILD_TESTS=ON -DJAX_ULYSSES_PYTHON=OFF -DJAX_ULYSSES_CUDA=OFF
+  -DJAX_ULYSSES_BUILD_TESTS=ON -DJAX_ULYSSES_PYTHON=OFF -DJAX_ULYSSES_CUDA=OFF \
+  -DJAX_ULYSSES_WERROR=$(JAX_ULYSSES_WERROR)
 CTEST = $(BIN)/ctest --output-on-failure --no-tests=error
 # sphinx: warnings are errors; -n is left out because jaxtyping's annotations have no pages.
 SPHINX_ARGS ?= -W --keep-going

@@ -13,7 +13,8 @@ jax_ulysses/data/shapes.json, what one rank does around the all-to-all:
 
 All variants of a shape run in random order in each of ``--rounds`` rounds. Times are
 those of the kernels on the GPU, from CUPTI; the median counts. Before that, results of
-``pallas`` and ``xla`` are compared. One JSON object a line goes to the file.
+``pallas``, with each tiling, are compared with those of ``xla``. One JSON object a line
+goes to the file.
 """
 
 import argparse
@@ -151,13 +152,17 @@ def measure(compiled: dict[str, Callable], operands, rounds: int) -> dict[str, l
     count = {name: len(kernel_times([call])) for name, call in calls.items()}
     names = list(calls)
     order = [n for _ in range(rounds) for n in random.sample(names, len(names))]
-    times = iter(kernel_times([calls[n] for n in order]))
+    kernels = kernel_times([calls[n] for n in order])
+    if len(kernels) != rounds * sum(count.values()):
+        raise RuntimeError(
+            f"{len(kernels)} kernels in {rounds} rounds of {count}: a variant launched "
+            "another number of them than before"
+        )
+    times = iter(kernels)
     found = {name: [] for name in names}
     for name in order:
         parts = itertools.islice(times, count[name])
         found[name].append(1000 * sum(ms for _, ms in parts))
-    if next(times, None) is not None:
-        raise RuntimeError("a variant launched another number of kernels than before")
     return found
 
 
@@ -215,9 +220,12 @@ def main() -> None:
             names = variants(shape, tilings)
             compiled = {name: pending[shape, name].result() for name in names}
             operands = shape.operands()
-            error = distance(compiled["pallas"](*operands), compiled["xla"](*operands))
-            if not error < TOLERANCE:
-                raise AssertionError(f"{shape}: results differ by {error}")
+            wanted = compiled["xla"](*operands)
+            for name in ("pallas", *tilings):
+                error = distance(compiled[name](*operands), wanted)
+                if not error < TOLERANCE:
+                    raise AssertionError(f"{shape}, {name}: results differ by {error}")
+            del wanted
             m, n, k = shape.gemm
             chosen = {"pallas": configs.choose(m, n, k, device.core_count)}
             for name, us in measure(compiled, operands, args.rounds).items():

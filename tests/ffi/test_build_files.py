@@ -2,7 +2,10 @@
 """BUILD lists the same files as CMake, and both list what is there."""
 
 import ast
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -63,6 +66,18 @@ def test_every_target_is_compared(build_targets):
         "jax_ulysses_test_support",
         "tests",
     }
+
+
+@pytest.mark.parametrize("value", ["1", "on", "Off", "YES"])
+def test_cuda_is_auto_on_or_off(root, tmp_path, value):
+    """Else "1" would mean AUTO, and a build without kernels would go unnoticed."""
+    cmake = pathlib.Path(sys.executable).with_name("cmake")
+    if not cmake.is_file():
+        pytest.skip("needs cmake beside Python")
+    command = [cmake, "-S", root, "-B", tmp_path, f"-DJAX_ULYSSES_CUDA={value}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"JAX_ULYSSES_CUDA={value} must be AUTO, ON or OFF" in done.stderr
 
 
 def test_lists_are_complete(root, cmake_lists):
