@@ -23,6 +23,8 @@ from jax.sharding import Mesh
 TIMEOUT_S = 120.0
 # How often one that waits looks whether another has given up.
 _PERIOD_S = 1.0
+# Enough to learn of what has been said already, when all time has gone to another.
+_LEAST_MS = 200
 
 # How often this process has met others for a purpose. Equal in all of them.
 _count: collections.Counter[str] = collections.Counter()
@@ -149,7 +151,7 @@ class Rendezvous:
         """
         while True:
             left = end - time.monotonic()
-            wait_ms = max(1, round(min(left, _PERIOD_S) * 1000))
+            wait_ms = max(_LEAST_MS, round(min(left, _PERIOD_S) * 1000))
             try:
                 text = self._client.blocking_key_value_get(self._key(process), wait_ms)
                 return json.loads(text)

@@ -153,6 +153,18 @@ def test_a_process_that_never_comes(world):
     assert later < 5
 
 
+def test_all_time_goes_to_one_and_the_others_are_still_heard(world):
+    """Of three processes one does not come; its neighbours name it alone."""
+
+    def process(index, mesh):
+        if index == 1:
+            return None
+        # Process 2 has said what it has to say when process 0 has waited for 1.
+        return Rendezvous(mesh, "a").wait(0.3)
+
+    assert world(process) == [[1], None, [1]]
+
+
 def test_one_that_gives_up_takes_the_others_along(world):
     def process(index, mesh):
         start = time.monotonic()

@@ -146,7 +146,7 @@ def test_one_comes_late_and_all_meet_again():
     for result in results:
         early = result.index != 1
         assert result.value["kept"] == early
-        warning = "[1] did not come within 1 s and may still write to the heaps"
+        warning = "[1] did not come within 2 s and may still write to the heaps"
         assert (warning in result.log) == early
         failures = result.value["failures"]
         assert (len(failures) >= 2) if early else (len(failures) <= 1), failures
