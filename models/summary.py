@@ -2,6 +2,8 @@
 """The summary of a finished run."""
 
 import hashlib
+import json
+import math
 from typing import Any
 
 import jax
@@ -19,7 +21,9 @@ def run_summary(
 ) -> dict[str, Any]:
     """Returns what the last line says of a run, but for the comparison."""
     config = options.config
-    first, last = records[0].loss, records[-1].loss
+    # Without any (a finished run whose file is lost, resumed) nothing is known.
+    losses = [record.loss for record in records] or [math.nan]
+    first, last = losses[0], losses[-1]
     return {
         "preset": config.preset,
         "parameters": sum(p.size for p in jax.tree.leaves(state["params"])),
@@ -37,6 +41,19 @@ def run_summary(
         "peak_device_mib": _peak_mib(),
         "out": str(options.out),
     }
+
+
+def to_json(summary: dict[str, Any]) -> str:
+    """Returns a summary as one line of JSON, which has null in place of NaN."""
+    return json.dumps(_finite(summary))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _peak_mib() -> int | None:

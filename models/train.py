@@ -7,7 +7,6 @@ standard output is a summary in JSON; everything else goes to standard error. Un
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import signal
@@ -28,7 +27,7 @@ from .data import load_corpus
 from .parity import compare
 from .processes import Processes
 from .report import Metrics, Progress, StepRecord, plot_loss, say, tokens_per_s
-from .summary import fingerprint, run_summary
+from .summary import fingerprint, run_summary, to_json
 from .trainer import Trainer
 
 # Implementations that exchange through a peer group; others work without one.
@@ -147,7 +146,9 @@ def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int
         state = trainer.run(state, first_step, on_step)
     metrics.close()
     calls = handler_calls()
-    done = metrics.records[-1].step + 1
+    mine = [r for r in metrics.records if r.step >= first_step]
+    # There may be none: a finished run that is resumed has nothing left to do.
+    done = first_step + len(mine)
     checkpoints.save(done, state)
     checkpoints.close()
     if done < config.steps:
@@ -166,7 +167,6 @@ def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int
         f"{config.preset}, dp {config.dp} x cp {config.cp}",
         valid_loss,
     )
-    mine = [r for r in metrics.records if r.step >= first_step]
     summary = run_summary(options, trainer, metrics.records, state) | {
         "valid_loss": round(valid_loss, 4),
         "tokens_per_s": _rounded(tokens_per_s(mine, tokens_per_step)),
@@ -186,7 +186,7 @@ def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int
                 reference, start_state, mine, final, on_reference_step
             )
     summary["wall_s"] = round(time.perf_counter() - began, 1)
-    print(json.dumps(summary), flush=True)
+    print(to_json(summary), flush=True)
     return _EXIT_INTERRUPTED if interrupt.requested else 0
 
 

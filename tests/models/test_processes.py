@@ -8,6 +8,7 @@ processes themselves do (who writes, when all stop, who reads what) is the same 
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,6 +123,20 @@ def test_killed_and_continued_it_has_the_same_bits(text, tmp_path, straight):
     code, _, stderr = _run(_command(text, out, *resume))
     assert code == 0, stderr
     assert "resumed after step " in stderr
+    assert _losses(out) == _losses(straight[0])
+
+
+def test_a_finished_run_resumed_has_nothing_to_do(tmp_path, straight):
+    out = tmp_path / "run"
+    shutil.copytree(straight[0], out)
+    resume = ["--resume", "--out", str(out)]
+    launch = ["-m", "jax_ulysses.launch", "-n", "2", "--cpu"]
+    train = ["-m", "jax_ulysses.models.train", *resume]
+    code, stdout, stderr = _run([sys.executable, *launch, *train])
+    assert code == 0, stderr
+    summary = json.loads(stdout.splitlines()[-1])
+    assert summary["params_sha256"] == straight[1]["params_sha256"]
+    assert summary["parity"] is summary["tokens_per_s"] is None
     assert _losses(out) == _losses(straight[0])
 
 

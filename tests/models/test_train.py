@@ -4,6 +4,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,6 +105,17 @@ def test_resume_continues_the_same_run(mesh, finished, interrupted, tmp_path):
         assert resumed == straight
     else:
         assert resumed == pytest.approx(straight, abs=1e-5)
+
+
+def test_a_finished_run_resumed_without_its_metrics(finished, tmp_path, capsys):
+    out = tmp_path / "copy"
+    shutil.copytree(finished[0], out)
+    (out / "metrics.jsonl").write_text("")
+    assert train.main(["--resume", "--out", str(out)]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["first_loss"] is summary["last_loss"] is None
+    for name in ("steps", "valid_loss", "params_sha256"):
+        assert summary[name] == finished[1][name]
 
 
 def test_resume_refuses_another_run(interrupted, capsys):
