@@ -33,7 +33,7 @@ def compare(
       on_step: Called after each step; returns True to give up.
 
     Returns:
-      The largest differences, or None if given up.
+      The largest differences, NaN if either run has any, or None if given up.
     """
     losses: list[float] = []
 
@@ -49,6 +49,7 @@ def compare(
         np.asarray(p, np.float64)
         for p in jax.tree.leaves(jax.device_get(state["params"]))
     ]
+    loss_diffs = [abs(r.loss - x) for r, x in zip(records, losses, strict=True)]
     square_error = sum(
         np.square(a - b).sum() for a, b in zip(mine, theirs, strict=True)
     )
@@ -56,12 +57,11 @@ def compare(
     return {
         "against": dict(trainer.mesh.shape),
         "steps": len(losses),
-        "loss_max_abs_diff": _short(
-            max(abs(r.loss - loss) for r, loss in zip(records, losses, strict=True))
-        ),
-        "first_loss_abs_diff": _short(abs(records[0].loss - losses[0])),
+        # NumPy's: to Python's max a NaN is larger than nothing, unless it comes first.
+        "loss_max_abs_diff": _short(np.max(loss_diffs)),
+        "first_loss_abs_diff": _short(loss_diffs[0]),
         "params_max_abs_diff": _short(
-            max(np.abs(a - b).max() for a, b in zip(mine, theirs, strict=True))
+            np.max([np.abs(a - b).max() for a, b in zip(mine, theirs, strict=True)])
         ),
         "params_relative_l2_diff": _short(np.sqrt(square_error / square_norm)),
     }
