@@ -1,14 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does context parallelism change the training? The same run with cp = 1 tells."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from .processes import Processes
 from .report import StepRecord
 from .trainer import Trainer
+
+
+def reference(trainer: Trainer, processes: Processes) -> Trainer:
+    """The same run with cp = 1, by the implementation that defines correctness."""
+    plain = dataclasses.replace(
+        trainer.config,
+        cp=1,
+        # Of several processes one goes on alone, with its own devices.
+        dp=trainer.config.dp if processes.count == 1 else 1,
+        implementation="xla",
+        reductions="xla",
+    )
+    devices = None if processes.count == 1 else jax.local_devices()
+    return Trainer(plain, trainer.corpus, devices)
 
 
 def compare(

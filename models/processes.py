@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The processes that train together: which one writes, and when all of them stop."""
 
+import os
+import signal
 from typing import Any
 
 from jax._src import distributed
@@ -65,3 +67,26 @@ class Processes:
             if "NOT_FOUND" not in str(error):
                 raise
             return None
+
+
+class Interrupt:
+    """Turns the first Ctrl-C (or SIGTERM) into a request to stop after this step."""
+
+    def __init__(self):
+        self.requested = False
+
+    def __enter__(self):
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self._before = {s: signal.signal(s, self._handle) for s in signals}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, _frame):
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        # os.write: print() is not reentrant, and the main thread may be printing.
+        os.write(2, b"\nstopping after this step; once more quits at once\n")

@@ -7,11 +7,10 @@ standard output is a summary in JSON; everything else goes to standard error. Un
 """
 
 import dataclasses
-import os
 import pathlib
-import signal
 import sys
 import time
+from typing import Any
 
 import jax
 
@@ -24,8 +23,8 @@ from .checkpoints import Checkpoints
 from .cli import Options, parse, provide_virtual_devices
 from .config import ConfigError, check_resumable
 from .data import load_corpus
-from .parity import compare
-from .processes import Processes
+from .parity import compare, reference
+from .processes import Interrupt, Processes
 from .report import Metrics, Progress, StepRecord, plot_loss, say, tokens_per_s
 from .summary import fingerprint, run_summary, to_json
 from .trainer import Trainer
@@ -33,30 +32,8 @@ from .trainer import Trainer
 # Implementations that exchange through a peer group; others work without one.
 _NEED_PEERS = ("cuda", "host")
 _EXIT_WRONG_ARGUMENTS = 2
+_EXIT_NO_PARITY = 3
 _EXIT_INTERRUPTED = 130
-
-
-class _Interrupt:
-    """Turns the first Ctrl-C (or SIGTERM) into a request to stop after this step."""
-
-    def __init__(self):
-        self.requested = False
-
-    def __enter__(self):
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self._before = {s: signal.signal(s, self._handle) for s in signals}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number, _frame):
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        # os.write: print() is not reentrant, and the main thread may be printing.
-        os.write(2, b"\nstopping after this step; once more quits at once\n")
 
 
 def _prepare(
@@ -118,7 +95,7 @@ def _initialize(trainer: Trainer) -> list[jax_ulysses.GroupReport]:
     return reports
 
 
-def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int:
+def _train(options: Options, interrupt: Interrupt, processes: Processes) -> int:
     began = time.perf_counter()
     options, trainer, checkpoints = _prepare(options, processes)
     config = options.config
@@ -175,33 +152,42 @@ def _train(options: Options, interrupt: _Interrupt, processes: Processes) -> int
         "parity": None,
     }
     if options.parity and mine and not interrupt.requested:
-        reference = _reference(trainer, processes)
+        summary["parity"] = _parity(
+            trainer, processes, start_state, mine, final, interrupt
+        )
+    summary["wall_s"] = round(time.perf_counter() - began, 1)
+    print(to_json(summary), flush=True)
+    if interrupt.requested:
+        return _EXIT_INTERRUPTED
+    return _EXIT_NO_PARITY if "error" in (summary["parity"] or {}) else 0
+
+
+def _parity(
+    trainer: Trainer,
+    processes: Processes,
+    state,
+    records: list[StepRecord],
+    params,
+    interrupt: Interrupt,
+) -> dict[str, Any] | None:
+    """Repeats the run with cp = 1, see `compare`, or says why that cannot be done."""
+    config = trainer.config
+    tokens_per_step = config.batch * config.seq_len
+    try:
         with Progress("parity, cp 1", config.steps, tokens_per_step) as progress:
 
-            def on_reference_step(record: StepRecord) -> bool:
+            def on_step(record: StepRecord) -> bool:
                 progress.update(record)
                 return interrupt.requested
 
-            summary["parity"] = compare(
-                reference, start_state, mine, final, on_reference_step
-            )
-    summary["wall_s"] = round(time.perf_counter() - began, 1)
-    print(to_json(summary), flush=True)
-    return _EXIT_INTERRUPTED if interrupt.requested else 0
-
-
-def _reference(trainer: Trainer, processes: Processes) -> Trainer:
-    """The same run with cp = 1, by the implementation that defines correctness."""
-    plain = dataclasses.replace(
-        trainer.config,
-        cp=1,
-        # Of several processes one goes on alone, with its own devices.
-        dp=trainer.config.dp if processes.count == 1 else 1,
-        implementation="xla",
-        reductions="xla",
-    )
-    devices = None if processes.count == 1 else jax.local_devices()
-    return Trainer(plain, trainer.corpus, devices)
+            plain = reference(trainer, processes)
+            return compare(plain, state, records, params, on_step)
+    except Exception as error:
+        # Such as no memory for whole sequences. The run itself has ended well, and
+        # whatever it is, what is known of that run must not be lost.
+        reason = f"{type(error).__name__}: {str(error).partition('\n')[0]}"
+        say(f"error: parity could not be checked: {reason}")
+        return {"error": reason}
 
 
 def _rounded(value: float | None) -> int | None:
@@ -225,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         processes = Processes(*launch.join())
         options = parse(argv, processes.count)
-        with _Interrupt() as interrupt:
+        with Interrupt() as interrupt:
             try:
                 return _train(options, interrupt, processes)
             finally:

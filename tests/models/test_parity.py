@@ -5,9 +5,11 @@ import json
 import math
 import types
 
+import jax
 import numpy as np
 import pytest
 
+from jax_ulysses.models import train
 from jax_ulysses.models.parity import compare
 from jax_ulysses.models.report import StepRecord
 from jax_ulysses.models.summary import to_json
@@ -70,3 +72,21 @@ def test_the_summary_is_json_without_nan():
         "loss": None,
         "out": "NaN",
     }
+
+
+def test_a_run_survives_its_comparison(text, tmp_path, monkeypatch, capsys):
+    """Whole sequences on one device need more memory than the run that cuts them."""
+
+    def no_memory(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 128 GiB\nand much more")
+
+    monkeypatch.setattr("jax_ulysses.models.train.compare", no_memory)
+    sizes = ["--seq-len", "32", "--batch", "4", "--steps", "1"]
+    assert train.main(["--data", str(text), "--out", str(tmp_path), *sizes]) == 3
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    assert summary["first_loss"] == summary["last_loss"] > 0
+    error = "JaxRuntimeError: RESOURCE_EXHAUSTED: 128 GiB"
+    assert summary["parity"] == {"error": error}
+    last = captured.err.splitlines()[-1]
+    assert last == f"error: parity could not be checked: {error}"
