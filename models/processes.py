@@ -7,6 +7,8 @@ from typing import Any
 
 from jax._src import distributed
 
+from .config import ConfigError
+
 # A checkpoint of a large model on a slow disk.
 _WAIT_S = 1800
 _STOP_KEY = "jax_ulysses/models/stop_after"
@@ -37,6 +39,29 @@ class Processes:
         """Waits until every process is here. A name is used once."""
         if self.count > 1:
             self._client().wait_at_barrier(f"jax_ulysses/models/{name}", _WAIT_S * 1000)
+
+    def agree(self, what: str, value: str) -> None:
+        """Checks that all processes have the same value. Asked once for each `what`.
+
+        Raises:
+          ConfigError: In every process, if they do not.
+        """
+        if self.count == 1:
+            return
+        client, key = self._client(), f"jax_ulysses/models/{what}"
+        client.key_value_set(f"{key}/{self.index}", value)
+        values = [
+            client.blocking_key_value_get(f"{key}/{index}", _WAIT_S * 1000)
+            for index in range(self.count)
+        ]
+        # Who raised before others have read would end the job, and they say nothing.
+        self.wait(what)
+        for index, other in enumerate(values):
+            if other != values[0]:
+                raise ConfigError(
+                    f"the {what} must be the same in all processes: "
+                    f"process 0 has {values[0]}, process {index} has {other}"
+                )
 
     def stop_now(self, step: int, requested: bool) -> bool:
         """Whether to stop after `step`; the same answer in every process.

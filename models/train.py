@@ -47,6 +47,7 @@ def _prepare(
         f"text: {corpus.source}, {corpus.num_files} files, "
         f"{len(corpus.train):,} + {len(corpus.valid):,} bytes"
     )
+    processes.agree("fingerprint of the text", corpus.fingerprint)
     config = dataclasses.replace(config, fingerprint=corpus.fingerprint)
     if options.saved is not None:
         check_resumable(options.saved, config)

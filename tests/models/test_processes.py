@@ -12,9 +12,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
+
+from jax_ulysses.models.data import load_corpus
 
 _STEPS = 10
 _ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -138,6 +141,40 @@ def test_a_finished_run_resumed_has_nothing_to_do(tmp_path, straight):
     assert summary["params_sha256"] == straight[1]["params_sha256"]
     assert summary["parity"] is summary["tokens_per_s"] is None
     assert _losses(out) == _losses(straight[0])
+
+
+def _launch_program(tmp_path, program, *arguments):
+    """Two processes of a program that does something else in process 1."""
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(program))
+    launch = ["-m", "jax_ulysses.launch", "-n", "2", "--cpu"]
+    logs = ["--log-dir", str(tmp_path / "logs")]
+    return _run([sys.executable, *launch, *logs, str(file), *map(str, arguments)])
+
+
+_SIZES = ["--seq-len", "32", "--batch", "4", "--no-parity"]
+
+
+def test_processes_with_different_texts_do_not_train(text, tmp_path):
+    program = """
+        import os, sys
+        from jax_ulysses.models import train
+        name = "ab"[int(os.environ["JAX_ULYSSES_PROCESS_ID"])]
+        sys.exit(train.main([*sys.argv[2:], "--data", f"{sys.argv[1]}/{name}.txt"]))
+    """
+    out = tmp_path / "run"
+    arguments = [text, "--out", out, *_SIZES]
+    code, _, _ = _launch_program(tmp_path, program, *arguments)
+    assert code == 2
+    prints = [load_corpus(text / name, 32).fingerprint for name in ("a.txt", "b.txt")]
+    expected = (
+        "error: the fingerprint of the text must be the same in all processes: "
+        f"process 0 has {prints[0]}, process 1 has {prints[1]}"
+    )
+    for index in range(2):
+        log = (tmp_path / "logs" / f"rank_{index}.log").read_text()
+        assert expected in log.splitlines()
+    assert not out.exists()
 
 
 def test_a_mesh_that_leaves_a_process_idle(text, tmp_path):
