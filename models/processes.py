@@ -12,6 +12,7 @@ from .config import ConfigError
 # A checkpoint of a large model on a slow disk.
 _WAIT_S = 1800
 _STOP_KEY = "jax_ulysses/models/stop_after"
+_ASK_KEY = "jax_ulysses/models/stop_asked"
 
 
 class Processes:
@@ -67,9 +68,10 @@ class Processes:
         """Whether to stop after `step`; the same answer in every process.
 
         Each process asks after each step. The first process decides: who stopped by
-        itself would leave the others waiting in the next exchange. It announces the
-        step after this one. No process can end that step before the first one has
-        begun it, so each finds the announcement when it asks again.
+        itself would leave the others waiting in the next exchange. Another one that was
+        asked to stop tells it so. It announces the step after this one. No process can
+        end that step before the first one has begun it, so each finds the announcement
+        when it asks again.
 
         Args:
           step: The step that has just ended.
@@ -78,16 +80,23 @@ class Processes:
         if self.count == 1:
             self._stop_after = step if requested else None
         elif self._stop_after is None:
-            if self.main and requested:
+            if not self.main:
+                if requested:
+                    # Until the answer is there; several may ask.
+                    self._client().key_value_set(_ASK_KEY, "", allow_overwrite=True)
+                self._stop_after = self._announced()
+            elif requested or self._told(_ASK_KEY) is not None:
                 self._stop_after = step + 1
                 self._client().key_value_set(_STOP_KEY, str(step + 1))
-            elif not self.main:
-                self._stop_after = self._announced()
         return self._stop_after is not None and step >= self._stop_after
 
     def _announced(self) -> int | None:
+        step = self._told(_STOP_KEY)
+        return None if step is None else int(step)
+
+    def _told(self, key: str) -> str | None:
         try:
-            return int(self._client().key_value_try_get(_STOP_KEY))
+            return self._client().key_value_try_get(key)
         except Exception as error:  # The client's own type; NOT_FOUND is the usual.
             if "NOT_FOUND" not in str(error):
                 raise

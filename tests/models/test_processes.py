@@ -177,6 +177,32 @@ def test_processes_with_different_texts_do_not_train(text, tmp_path):
     assert not out.exists()
 
 
+def test_every_process_can_be_asked_to_stop(text, tmp_path):
+    program = """
+        import os, signal, sys
+        from jax_ulysses.models import train
+        from jax_ulysses.models.report import Metrics
+
+        add = Metrics.add
+
+        def add_and_stop(self, record):
+            add(self, record)
+            if os.environ["JAX_ULYSSES_PROCESS_ID"] == "1" and record.step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        Metrics.add = add_and_stop
+        sys.exit(train.main(sys.argv[1:]))
+    """
+    out = tmp_path / "run"
+    arguments = ["--data", text, "--out", out, *_SIZES, "--steps", "1000"]
+    code, _, stderr = _launch_program(tmp_path, program, *arguments)
+    assert code == 130, stderr
+    done = len(_losses(out))
+    assert 2 <= done < 1000
+    assert f"interrupted: {done} of 1000 steps are saved in {out}" in stderr
+    assert (out / "checkpoints" / str(done)).is_dir()
+
+
 def test_a_mesh_that_leaves_a_process_idle(text, tmp_path):
     code, _, stderr = _run(_command(text, tmp_path, "--cp", "1", "--dp", "1"))
     assert code == 2
