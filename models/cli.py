@@ -148,8 +148,10 @@ def parse(argv: list[str] | None, processes: int = 1) -> Options:
     config = dataclasses.replace(base, **given, fingerprint="")
     check(config)
     out = args.out or _new_folder(name)
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {out} is a file; it must be a folder")
+    # Made only when the run can start, or one that cannot would leave a folder.
+    nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {out}: {nearest} is a file; it must be a folder")
     return Options(config=config, out=out, saved=saved, parity=args.parity)
 
 

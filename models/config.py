@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Literal, get_args
 
@@ -114,8 +115,11 @@ def check(config: TrainConfig) -> None:
         value = getattr(config, name)
         if value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    if not config.lr > 0:
-        raise ConfigError(f"lr must be positive, got {config.lr}")
+    if not 0 < config.lr < math.inf:
+        raise ConfigError(f"lr must be positive and finite, got {config.lr}")
+    # More bits than JAX takes without x64 would be dropped.
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed must be from 0 to 2**32 - 1, got {config.seed}")
     if config.attention == "cudnn" and config.dtype != "bf16":
         raise ConfigError(f"attention cudnn needs dtype bf16, got {config.dtype}")
     if config.batch % config.dp:

@@ -35,6 +35,10 @@ _WRONG = {
     "no ranks": (["--dp", "0"], "dp must be at least 1, got 0"),
     "no steps": (["--steps", "0"], "steps must be at least 1"),
     "rate": (["--lr", "-1"], "lr must be positive"),
+    "infinite rate": (["--lr", "inf"], "lr must be positive and finite, got inf"),
+    "rate that is none": (["--lr", "nan"], "lr must be positive and finite, got nan"),
+    "negative seed": (["--seed", "-1"], r"seed must be from 0 to 2\*\*32 - 1, got -1"),
+    "large seed": (["--seed", str(2**32)], "seed must be from 0 .* got 4294967296"),
     "attention and dtype": (
         ["--attention", "cudnn"],
         "attention cudnn needs dtype bf16, got fp32",
@@ -72,6 +76,18 @@ def test_resume_without_a_checkpoint(tmp_path, capsys):
     assert main(["--resume", "--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"error: --resume: there is no checkpoint in {tmp_path}\n"
+    )
+
+
+@pytest.mark.parametrize("below", [[], ["x"], ["x", "y"]])
+def test_out_is_no_file_and_not_below_one(below, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_text("")
+    out = file.joinpath(*below)
+    # The text is not read either.
+    assert main(["--out", str(out), "--data", "/no/such/text"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --out {out}: {file} is a file; it must be a folder\n"
     )
 
 
