@@ -7,17 +7,25 @@ wrote it.
 
 import logging
 import pathlib
+import shutil
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 
 from .config import ConfigError
 from .processes import Processes
+from .report import say
 from .trainer import Trainer
 
 # Two, so that the newest good one survives if writing the next is cut short.
 _KEPT = 2
+_CHOSEN_KEY = "jax_ulysses/models/restored_checkpoint"
+# The first process may try them all, on a slow disk.
+_WAIT_S = 1800
+# Characters of a message by Orbax, which may quote a whole description of an array.
+_SHOWN = 200
 
 
 class Checkpoints:
@@ -43,17 +51,22 @@ class Checkpoints:
         if processes.main:
             folder.mkdir(parents=True, exist_ok=True)
         processes.wait("folder of checkpoints")
-        options: dict[str, Any] = {}
+        meeting = ocp.options.MultiprocessingOptions()
         if processes.count > 1:
             # To Orbax each process is the only one: by default it would meet the others
             # in a collective of XLA.
-            options["multiprocessing_options"] = ocp.options.MultiprocessingOptions(
+            meeting = ocp.options.MultiprocessingOptions(
                 primary_host=processes.index,
                 active_processes={processes.index},
                 barrier_sync_key_prefix=f"process_{processes.index}",
             )
         self._manager = ocp.CheckpointManager(
             folder.resolve(),
+            # Else Orbax guesses from the first checkpoint that it reads, which may be
+            # damaged.
+            item_handlers=ocp.StandardCheckpointHandler(
+                multiprocessing_options=meeting
+            ),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=_KEPT,
                 create=False,
@@ -61,7 +74,7 @@ class Checkpoints:
                 # The training step donates its state: a writer in the background
                 # could read memory that the next step already overwrites.
                 enable_async_checkpointing=False,
-                **options,
+                multiprocessing_options=meeting,
             ),
         )
 
@@ -81,31 +94,82 @@ class Checkpoints:
         self._saves += 1
         self._processes.wait(f"checkpoint {self._saves}")
 
-    def restore(self, steps_done: int, trainer: Trainer):
-        """Reads a checkpoint into a state of `trainer`.
+    def restore_newest(self, trainer: Trainer) -> tuple[int, Any]:
+        """Reads the newest checkpoint that the first process can read.
+
+        Newer ones are set aside with a warning. In their place they would count as
+        written when the run comes to their step again.
 
         Args:
-          steps_done: Which checkpoint.
           trainer: Says which shapes to expect, and on which mesh.
 
+        Returns:
+          How many steps it has seen, and a state of `trainer`.
+
         Raises:
-          ConfigError: If it cannot be read as such a state.
+          ConfigError: If none can be read as such a state; it says why the newest
+            cannot.
         """
+        if not self._processes.main:
+            steps_done = self._agree(None)
+            return steps_done, self._place(self._read(steps_done, trainer), trainer)
+        damaged: dict[int, ConfigError] = {}
+        steps = sorted(self._manager.all_steps(), reverse=True) or [0]
+        for steps_done in steps:
+            try:
+                state = self._read(steps_done, trainer)
+                break
+            except ConfigError as error:
+                damaged[steps_done] = error
+        else:
+            # The others fail at it, too, and need not wait.
+            self._agree(steps[0])
+            raise damaged[steps[0]]
+        self._agree(steps_done)
+        for step, error in damaged.items():
+            aside = self._set_aside(step)
+            say(f"warning: step {steps_done} is used, {error} (now {aside.name})")
+        return steps_done, self._place(state, trainer)
+
+    def _agree(self, steps_done: int | None) -> int:
+        """Returns what the first process passes; from the others it takes None."""
+        client: Any = distributed.global_state.client
+        if self._processes.count > 1:
+            if self._processes.main:
+                client.key_value_set(_CHOSEN_KEY, str(steps_done))
+            else:
+                steps_done = int(
+                    client.blocking_key_value_get(_CHOSEN_KEY, _WAIT_S * 1000)
+                )
+        assert steps_done is not None
+        return steps_done
+
+    def _set_aside(self, steps_done: int) -> pathlib.Path:
+        """Renames a checkpoint, so that Orbax no longer sees it."""
+        aside = self._folder / f"{steps_done}.damaged"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._folder / str(steps_done)).rename(aside)
+        self._manager.reload()
+        return aside
+
+    def _read(self, steps_done: int, trainer: Trainer):
         wanted = trainer.abstract_state()
-        several = self._processes.count > 1
-        if several:
+        if self._processes.count > 1:
             wanted = jax.tree.map(lambda s: np.empty(s.shape, s.dtype), wanted)
         try:
-            state = self._manager.restore(
+            return self._manager.restore(
                 steps_done, args=self._ocp.args.StandardRestore(wanted)
             )
-        except (ValueError, KeyError, OSError) as error:
-            first_line = str(error).partition("\n")[0]
+        # Orbax raises a bare Exception for some kinds of damage.
+        except Exception as error:
+            first_line = str(error).partition("\n")[0][:_SHOWN]
             raise ConfigError(
                 f"cannot read the checkpoint of step {steps_done} in {self._folder}: "
                 f"{first_line}"
             ) from error
-        if several:
+
+    def _place(self, state, trainer: Trainer):
+        if self._processes.count > 1:
             return trainer.put_state(state)
         # The next step donates the state. Orbax may hand out memory that NumPy owns,
         # which must not be given away; a copy belongs to JAX.

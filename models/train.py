@@ -104,8 +104,7 @@ def _train(options: Options, interrupt: Interrupt, processes: Processes) -> int:
     if options.saved is None:
         state = trainer.init_state()
     else:
-        first_step = checkpoints.latest() or 0
-        state = checkpoints.restore(first_step, trainer)
+        first_step, state = checkpoints.restore_newest(trainer)
         say(f"resumed after step {first_step} from {options.out}")
     start_state = jax.device_get(state) if options.parity else None
     file = options.out / "metrics.jsonl" if processes.main else None
