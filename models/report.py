@@ -3,9 +3,12 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
+
+from .config import ConfigError
 
 # Plain progress lines of a whole run, where there is no terminal to redraw.
 _PLAIN_LINES = 15
@@ -33,6 +36,16 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def rewrite(path: pathlib.Path, text: str) -> None:
+    """Writes a file at once: a full disk or a crash leaves what was there before."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 class Metrics:
     """The records of a run, kept in memory and in a file of JSON lines.
 
@@ -48,29 +61,44 @@ class Metrics:
         if path is None:
             return
         if first_step and path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                record = StepRecord(**json.loads(line))
-                if record.step < first_step:
-                    self.records.append(record)
-        self._file = path.open("w", encoding="utf-8")
-        for record in self.records:
-            self._write(record)
+            self.records = [r for r in _read(path) if r.step < first_step]
+        rewrite(path, "".join(map(_line, self.records)))
+        self._file = path.open("a", encoding="utf-8")
 
     def add(self, record: StepRecord) -> None:
         """Appends a record."""
         self.records.append(record)
-        self._write(record)
-
-    def _write(self, record: StepRecord) -> None:
-        if self._file is None:
-            return
-        self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(_line(record))
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
             self._file.close()
+
+
+def _line(record: StepRecord) -> str:
+    return json.dumps(dataclasses.asdict(record)) + "\n"
+
+
+def _read(path: pathlib.Path) -> list[StepRecord]:
+    """Returns the records in a file, without a last one that is cut.
+
+    Raises:
+      ConfigError: If another line is no record.
+    """
+    records = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, 1):
+        try:
+            records.append(StepRecord(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            if number < len(lines):
+                raise ConfigError(f"{path}:{number} is no record: {error}") from error
+            # A kill or a full disk may end a run in the middle of a line.
+            say(f"warning: {path}:{number} is cut and left out")
+    return records
 
 
 def tokens_per_s(records: Sequence[StepRecord], tokens_per_step: int) -> float | None:

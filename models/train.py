@@ -25,7 +25,7 @@ from .config import ConfigError, check_resumable
 from .data import load_corpus
 from .parity import compare, reference
 from .processes import Interrupt, Processes
-from .report import Metrics, Progress, StepRecord, plot_loss, say, tokens_per_s
+from .report import Metrics, Progress, StepRecord, plot_loss, rewrite, say, tokens_per_s
 from .summary import fingerprint, run_summary, to_json
 from .trainer import Trainer
 
@@ -77,7 +77,7 @@ def _prepare(
     checkpoints = Checkpoints(options.checkpoints, processes)
     if processes.main:
         # Every process has read the old one: it was here when the folder was made.
-        (options.out / "config.json").write_text(config.to_json(), encoding="utf-8")
+        rewrite(options.out / "config.json", config.to_json())
     return dataclasses.replace(options, config=config), trainer, checkpoints
 
 
