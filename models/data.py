@@ -12,7 +12,7 @@ import sysconfig
 
 import numpy as np
 
-from .config import ConfigError
+from .config import ConfigError, TrainConfig
 
 # One byte in twenty is held out for validation.
 _VALID_FRACTION = 0.05
@@ -48,17 +48,40 @@ class Corpus:
         digest.update(self.valid)
         return digest.hexdigest()[:16]
 
+    def check_unchanged(self, saved: TrainConfig, seq_len: int) -> None:
+        """Checks that this is the text of the run that was `saved`.
 
-def load_corpus(path: pathlib.Path | None, seq_len: int) -> Corpus:
+        Args:
+          saved: Settings of that run.
+          seq_len: S now. Another one may cut the text elsewhere, and is an error of
+            its own.
+
+        Raises:
+          ConfigError: If it is another text.
+        """
+        if seq_len == saved.seq_len and self.fingerprint != saved.fingerprint:
+            raise ConfigError(
+                f"cannot resume: the text has changed, {self.source} is not what the "
+                f"checkpoint was made with (fingerprint {self.fingerprint}, it was "
+                f"{saved.fingerprint})"
+            )
+
+
+def load_corpus(
+    path: pathlib.Path | None, seq_len: int, out: pathlib.Path | None = None
+) -> Corpus:
     """Reads a text.
 
     Args:
       path: A file, or a folder that is read recursively; None takes the sources of
         the running Python's standard library.
       seq_len: S; each part must hold at least one sequence and its targets.
+      out: Where the run writes. A folder below `path` is left out: its files come
+        and change while the text must not.
 
     Raises:
-      ConfigError: If there is no such path, or too little text in it.
+      ConfigError: If there is no such path, or too little text in it, or the run
+        would write between its files.
     """
     if path is None:
         root = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -66,6 +89,8 @@ def load_corpus(path: pathlib.Path | None, seq_len: int) -> Corpus:
         source = f"Python's standard library ({root})"
     elif path.is_dir():
         files, source = _list_files(path, "*"), str(path)
+        if out is not None:
+            files = _without(files, path, out)
     elif path.is_file():
         files, source = [path], str(path)
     else:
@@ -89,6 +114,24 @@ def load_corpus(path: pathlib.Path | None, seq_len: int) -> Corpus:
     return Corpus(
         train=data[:cut], valid=data[cut:], num_files=len(texts), source=source
     )
+
+
+def _without(
+    files: list[pathlib.Path], root: pathlib.Path, out: pathlib.Path
+) -> list[pathlib.Path]:
+    """Returns those `files` below `root` that are not below `out`."""
+    base, inner = root.resolve(), out.resolve()
+    if base == inner:
+        raise ConfigError(
+            f"--out {out} is the folder of the text: the run's own files would join it"
+        )
+    if not inner.is_relative_to(base):
+        return files
+    return [
+        path
+        for path in files
+        if not (base / path.relative_to(root)).is_relative_to(inner)
+    ]
 
 
 def _list_files(

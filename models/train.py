@@ -42,7 +42,7 @@ def _prepare(
     """Loads the text, builds and compiles the trainer, opens the checkpoints."""
     config = options.config
     path = None if config.data is None else pathlib.Path(config.data).expanduser()
-    corpus = load_corpus(path, config.seq_len)
+    corpus = load_corpus(path, config.seq_len, options.out)
     say(
         f"text: {corpus.source}, {corpus.num_files} files, "
         f"{len(corpus.train):,} + {len(corpus.valid):,} bytes"
@@ -50,6 +50,7 @@ def _prepare(
     processes.agree("fingerprint of the text", corpus.fingerprint)
     config = dataclasses.replace(config, fingerprint=corpus.fingerprint)
     if options.saved is not None:
+        corpus.check_unchanged(options.saved, config.seq_len)
         check_resumable(options.saved, config)
     provide_virtual_devices(-(-config.dp * config.cp // processes.count))
     trainer = Trainer(config, corpus)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which bytes a step sees."""
 
+import dataclasses
+import pathlib
+import shutil
+
 import numpy as np
 import pytest
 
@@ -80,6 +84,35 @@ def test_the_fingerprint_follows_the_text(text, tmp_path, corpus):
     other.write_bytes((text / "a.txt").read_bytes()[:-1] + b"!")
     changed = load_corpus(other, 32).fingerprint
     assert changed != load_corpus(text / "a.txt", 32).fingerprint
+
+
+def test_what_the_run_writes_is_not_part_of_the_text(text, tmp_path, monkeypatch):
+    root = shutil.copytree(text, tmp_path / "text")
+    before = load_corpus(root, 32).fingerprint
+    _write(root, "runs/a/metrics.jsonl", "runs/a/checkpoints/4/metadata")
+    assert load_corpus(root, 32).fingerprint != before
+    monkeypatch.chdir(root)
+    (tmp_path / "link").symlink_to(root)
+    here, link = pathlib.Path(), tmp_path / "link"
+    inside = pathlib.Path("runs/a")
+    for path, out in [(root, root / "runs"), (here, root / inside), (link, inside)]:
+        assert load_corpus(path, 32, out).fingerprint == before
+    # A folder around the text, or with its name as a prefix, takes nothing away.
+    files = load_corpus(root, 32).num_files
+    for out in (tmp_path, tmp_path / "text2", root / "runs/b"):
+        assert load_corpus(root, 32, out).num_files == files == 4
+    with pytest.raises(ConfigError, match="--out .* is the folder of the text"):
+        load_corpus(root, 32, here)
+
+
+def test_another_text_is_named_as_the_reason(corpus, train_config):
+    saved = train_config(fingerprint=corpus.fingerprint)
+    corpus.check_unchanged(saved, saved.seq_len)
+    changed = dataclasses.replace(saved, fingerprint="f")
+    with pytest.raises(ConfigError, match=r"the text has changed.*it was f\)"):
+        corpus.check_unchanged(changed, saved.seq_len)
+    # That is for `check_resumable` to say.
+    corpus.check_unchanged(changed, 2 * saved.seq_len)
 
 
 def test_the_default_is_the_standard_library():

@@ -124,6 +124,17 @@ def test_resume_refuses_another_run(interrupted, capsys):
     assert "cannot resume: the checkpoint was made with lr=" in capsys.readouterr().err
 
 
+def test_a_run_inside_the_folder_of_its_text(text, tmp_path, capsys):
+    root = shutil.copytree(text, tmp_path / "text")
+    assert train.main(_arguments(root, root / "out", "--no-parity")) == 0
+    resume = ["--resume", "--no-parity", "--out", str(root / "out")]
+    assert train.main(resume) == 0
+    (root / "c.txt").write_text("more")
+    assert train.main(resume) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: cannot resume: the text has changed, {root} is")
+
+
 def test_zigzag_is_the_same_run(text, tmp_path, finished):
     arguments = _arguments(text, tmp_path, "--token-order", "zigzag", "--no-parity")
     assert train.main(arguments) == 0
