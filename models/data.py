@@ -18,6 +18,8 @@ from .config import ConfigError, TrainConfig
 _VALID_FRACTION = 0.05
 # Reading more would slow the start and change nothing for models of this size.
 _MAX_BYTES = 64 * 2**20
+# A file with a zero byte among its first ones is binary.
+_HEAD_BYTES = 8192
 # Other people's packages and tests are not part of "the standard library's sources".
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test"})
 # An independent stream per use of the seed.
@@ -100,11 +102,13 @@ def load_corpus(
     order = np.random.default_rng(0).permutation(len(files))
     texts, size = [], 0
     for index in order:
-        text = _read_text(files[index])
-        if text and size < _MAX_BYTES:
+        text = _read_text(files[index], _MAX_BYTES - size)
+        if text:
             texts.append(text)
             size += len(text)
-    data = np.frombuffer(b"".join(texts)[:_MAX_BYTES], np.uint8)
+        if size == _MAX_BYTES:
+            break
+    data = np.frombuffer(b"".join(texts), np.uint8)
     cut = len(data) - max(int(len(data) * _VALID_FRACTION), seq_len + 1)
     if cut < seq_len + 1:
         raise ConfigError(
@@ -153,13 +157,16 @@ def _list_files(
     return sorted(path for path in root.rglob(pattern) if wanted(path))
 
 
-def _read_text(path: pathlib.Path) -> bytes:
-    """Returns a file's bytes, or nothing if it is binary or unreadable."""
+def _read_text(path: pathlib.Path, size: int) -> bytes:
+    """Returns a file's first `size` bytes, or none if it is binary or unreadable."""
     try:
-        text = path.read_bytes()
+        with path.open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+            if b"\0" in head:
+                return b""
+            return (head + file.read(max(0, size - len(head))))[:size]
     except OSError:
         return b""
-    return b"" if b"\0" in text[:8192] else text
 
 
 def train_batch(

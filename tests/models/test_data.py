@@ -4,10 +4,12 @@
 import dataclasses
 import pathlib
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
 
+from jax_ulysses.models import data
 from jax_ulysses.models.config import ConfigError
 from jax_ulysses.models.data import load_corpus, train_batch, valid_batch
 
@@ -35,12 +37,12 @@ def test_targets_are_the_next_bytes_of_the_text(corpus):
 
 
 def test_train_and_valid_share_no_byte(text):
-    data = b"".join(sorted((text / n).read_bytes() for n in ("a.txt", "b.txt")))
+    whole = b"".join(sorted((text / n).read_bytes() for n in ("a.txt", "b.txt")))
     corpus = load_corpus(text, 32)
     # A partition of the text (files may be in either order), the smaller part last.
     joined = corpus.train.tobytes() + corpus.valid.tobytes()
-    assert len(joined) == len(data)
-    assert sorted(joined) == sorted(data)
+    assert len(joined) == len(whole)
+    assert sorted(joined) == sorted(whole)
     assert 0.04 < len(corpus.valid) / len(joined) < 0.06
     tokens, targets = valid_batch(corpus, index=0, batch=64, seq_len=32)
     for row, last in zip(tokens, targets[:, -1], strict=True):
@@ -69,6 +71,44 @@ def test_binary_and_hidden_files_are_left_out(text, tmp_path):
     assert load_corpus(text, 32).num_files == 2
     _write(tmp_path, ".hidden", ".git/config", "kept/y.txt", "test/z")
     assert load_corpus(tmp_path, 32).num_files == 2
+
+
+@pytest.mark.parametrize("kept", [100, 8192, 9000, 25_000, 40_000, 10**6])
+def test_no_more_is_read_than_is_kept(kept, tmp_path, monkeypatch):
+    rng = np.random.default_rng(5)
+    sizes = (1, 7000, 20_000, 8193, 0, 9000)
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}").write_bytes(rng.integers(1, 255, size, np.uint8))
+    for number, zero in ((6, 50), (7, 8191), (8, 8192)):
+        text = rng.integers(1, 255, 10_000, np.uint8)
+        text[zero] = 0
+        (tmp_path / f"{number}").write_bytes(text)
+    # All files in the order of the shuffle, those binary in their head left out.
+    whole = [(tmp_path / str(n)).read_bytes() for n in range(9)]
+    order = np.random.default_rng(0).permutation(9)
+    text = b"".join(whole[n] for n in order if n not in (6, 7))[:kept]
+
+    opened = []
+    open_ = pathlib.Path.open
+    monkeypatch.setattr(
+        pathlib.Path, "open", lambda *a, **k: opened.append(a[0]) or open_(*a, **k)
+    )
+    monkeypatch.setattr(data, "_MAX_BYTES", kept)
+    corpus = load_corpus(tmp_path, 16)
+    assert corpus.train.tobytes() + corpus.valid.tobytes() == text
+    ends = np.cumsum([0 if n in (6, 7) else len(whole[n]) for n in order])
+    assert len(opened) == min(9, np.searchsorted(ends, kept) + 1)
+
+
+def test_a_large_file_is_not_read_whole(tmp_path, monkeypatch):
+    (tmp_path / "large").write_bytes(b"x" * 20_000_000)
+    monkeypatch.setattr(data, "_MAX_BYTES", 100_000)
+    tracemalloc.start()
+    try:
+        assert load_corpus(tmp_path, 16).num_files == 1
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_installed_packages_are_not_the_standard_library(tmp_path, monkeypatch):
