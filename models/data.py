@@ -34,12 +34,14 @@ class Corpus:
       train: uint8 bytes to learn from.
       valid: uint8 bytes to measure on.
       num_files: How many files they came from.
+      num_binary: How many files were left out because they are binary.
       source: Where they came from, for people.
     """
 
     train: np.ndarray
     valid: np.ndarray
     num_files: int
+    num_binary: int = 0
     source: str
 
     @property
@@ -100,10 +102,12 @@ def load_corpus(
     # Shuffled, so that both parts are the same mixture; by a fixed seed, so that the
     # split does not depend on the run's.
     order = np.random.default_rng(0).permutation(len(files))
-    texts, size = [], 0
+    texts, size, num_binary = [], 0, 0
     for index in order:
         text = _read_text(files[index], _MAX_BYTES - size)
-        if text:
+        if text is None:
+            num_binary += 1
+        elif text:
             texts.append(text)
             size += len(text)
         if size == _MAX_BYTES:
@@ -113,10 +117,15 @@ def load_corpus(
     if cut < seq_len + 1:
         raise ConfigError(
             f"too little text in {source}: {len(data)} bytes in {len(texts)} files, "
+            f"{num_binary} binary files (with zero bytes, as UTF-16 has) left out; "
             f"sequences of {seq_len} need at least {2 * (seq_len + 1)}"
         )
     return Corpus(
-        train=data[:cut], valid=data[cut:], num_files=len(texts), source=source
+        train=data[:cut],
+        valid=data[cut:],
+        num_files=len(texts),
+        num_binary=num_binary,
+        source=source,
     )
 
 
@@ -157,13 +166,13 @@ def _list_files(
     return sorted(path for path in root.rglob(pattern) if wanted(path))
 
 
-def _read_text(path: pathlib.Path, size: int) -> bytes:
-    """Returns a file's first `size` bytes, or none if it is binary or unreadable."""
+def _read_text(path: pathlib.Path, size: int) -> bytes | None:
+    """Returns a file's first `size` bytes, none if unreadable; None if it is binary."""
     try:
         with path.open("rb") as file:
             head = file.read(_HEAD_BYTES)
             if b"\0" in head:
-                return b""
+                return None
             return (head + file.read(max(0, size - len(head))))[:size]
     except OSError:
         return b""

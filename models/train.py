@@ -45,7 +45,8 @@ def _prepare(
     corpus = load_corpus(path, config.seq_len, options.out)
     say(
         f"text: {corpus.source}, {corpus.num_files} files, "
-        f"{len(corpus.train):,} + {len(corpus.valid):,} bytes"
+        f"{len(corpus.train):,} + {len(corpus.valid):,} bytes; "
+        f"{corpus.num_binary} binary files left out"
     )
     processes.agree("fingerprint of the text", corpus.fingerprint)
     config = dataclasses.replace(config, fingerprint=corpus.fingerprint)

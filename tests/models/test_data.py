@@ -68,7 +68,8 @@ def _write(root, *names):
 
 
 def test_binary_and_hidden_files_are_left_out(text, tmp_path):
-    assert load_corpus(text, 32).num_files == 2
+    corpus = load_corpus(text, 32)
+    assert (corpus.num_files, corpus.num_binary) == (2, 1)
     _write(tmp_path, ".hidden", ".git/config", "kept/y.txt", "test/z")
     assert load_corpus(tmp_path, 32).num_files == 2
 
@@ -163,6 +164,9 @@ def test_the_default_is_the_standard_library():
 
 def test_too_little_text_says_how_much_is_needed(tmp_path):
     with pytest.raises(ConfigError, match="0 bytes in 0 files.*need at least 66"):
+        load_corpus(tmp_path, 32)
+    (tmp_path / "wide").write_text("some text " * 50, encoding="utf-16")
+    with pytest.raises(ConfigError, match="0 files, 1 binary .* UTF-16 has. left out"):
         load_corpus(tmp_path, 32)
     (tmp_path / "short").write_bytes(b"x" * 65)
     with pytest.raises(ConfigError, match="65 bytes in 1 files"):
