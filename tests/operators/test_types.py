@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ulysses as ju
 from tests.helpers.projection_cases import Case
-from tests.helpers.worlds import world
+from tests.helpers.worlds import abstract, world
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "complex64")
 # The sum of four copies is exact in all of these dtypes.
@@ -131,14 +131,15 @@ def test_parameters_of_flax(implementation):
 
 def test_an_axis_of_one_rank_that_is_not_manual():
     mesh = jax.make_mesh((2, 1), ("dp", "cp"), devices=jax.devices()[:2])
+    spec = P("dp")
     mapped = jax.shard_map(
         lambda x: ju.scatter_heads(x, "cp"),
         mesh=mesh,
-        in_specs=P("dp"),
-        out_specs=P("dp"),
+        in_specs=spec,
+        out_specs=spec,
         axis_names={"dp"},
     )
     with pytest.raises(
         ValueError, match=r"axes \['cp'\] are not manual.*P\(None, 'cp'"
     ):
-        jax.eval_shape(mapped, jax.ShapeDtypeStruct((2, 4, 4, 2), jnp.float32))
+        jax.eval_shape(mapped, abstract(mesh, (2, 4, 4, 2), spec=spec))
