@@ -131,11 +131,12 @@ def initialize(
 def finalize() -> None:
     """Frees all groups and heaps. ``initialize`` may then be called anew.
 
-    Where a mesh spans several processes, each of them must call it. On CPUs a program
-    that was compiled before runs again after a new ``initialize`` on its mesh. On GPUs
-    such programs are dropped from JAX's caches, since a CUDA graph inside of one would
-    go on to use the freed heap, and compile anew; one that you compiled ahead of time
-    must not be run after this.
+    Where a mesh spans several processes, each of them must call it. The heap stays
+    allocated, with a warning, if one that lives has not come after 20 seconds. On CPUs
+    a program that was compiled before runs again after a new ``initialize`` on its
+    mesh. On GPUs such programs are dropped from JAX's caches, since a CUDA graph inside
+    of one would go on to use the freed heap, and compile anew; one that you compiled
+    ahead of time must not be run after this.
     """
     # All of it, even if one group cannot be freed as it should.
     with _lock, contextlib.ExitStack() as undo:
