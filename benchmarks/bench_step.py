@@ -69,10 +69,26 @@ def tracing(implementation: str) -> Iterator[str]:
         yield implementation
 
 
-def make_trainers(args: argparse.Namespace, geometry: str, sequence: int, shared: bool):
+def make_trainers(
+    args: argparse.Namespace,
+    geometry: str,
+    sequence: int,
+    num_ranks: int,
+    *,
+    names: list[str],
+    devices: list | None = None,
+    shared: bool = False,
+):
     """Yields (implementation, its traced trainer or why it refuses).
 
-    ``shared``: whether ranks share a device.
+    Args:
+      args: command line.
+      geometry: name of a preset.
+      sequence: S.
+      num_ranks: P.
+      names: implementations.
+      devices: where to run; None for the first ones of all processes.
+      shared: whether ranks share a device.
     """
     import dataclasses
 
@@ -84,7 +100,7 @@ def make_trainers(args: argparse.Namespace, geometry: str, sequence: int, shared
 
     preset = get_preset(geometry)
     corpus = load_corpus(None, sequence)
-    for name in [*args.implementations.split(","), NO_EXCHANGE]:
+    for name in names:
         if shared and name == "xla":
             yield name, "NCCL does not work where ranks share a GPU"
             continue
@@ -93,7 +109,7 @@ def make_trainers(args: argparse.Namespace, geometry: str, sequence: int, shared
                 preset=geometry,
                 model=dataclasses.replace(preset.model, num_layers=args.layers),
                 dp=1,
-                cp=args.devices,
+                cp=num_ranks,
                 seq_len=sequence,
                 batch=1,
                 steps=1000,
@@ -105,7 +121,7 @@ def make_trainers(args: argparse.Namespace, geometry: str, sequence: int, shared
                 checkpoint_every=1000,
                 attention=args.attention,
             )
-            trainer = Trainer(config, corpus)
+            trainer = Trainer(config, corpus, devices)
             try:
                 _ = trainer.lowered
                 yield name, trainer
@@ -152,11 +168,15 @@ def measure_mode(args: argparse.Namespace) -> None:
     ]
     for geometry, sequence in cases:
         shared = report.ranks_per_device > 1
-        by_name = dict(make_trainers(args, geometry, sequence, shared))
+        names = [*args.implementations.split(","), NO_EXCHANGE]
+        traced = make_trainers(
+            args, geometry, sequence, args.devices, names=names, shared=shared
+        )
+        by_name = dict(traced)
         # XLA takes some seconds for each: beside each other, before anything is timed.
         with concurrent.futures.ThreadPoolExecutor() as pool:
-            traced = [t for t in by_name.values() if not isinstance(t, str)]
-            list(pool.map(lambda t: t.compiled, traced))
+            trainers = [t for t in by_name.values() if not isinstance(t, str)]
+            list(pool.map(lambda t: t.compiled, trainers))
         about = {
             "mode": args.one_mode,
             "geometry": geometry,

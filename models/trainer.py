@@ -171,9 +171,11 @@ class Trainer:
     def lowered(self) -> jax.stages.Lowered:
         """The traced step, which another thread may compile."""
         with jax.set_mesh(self.mesh):
-            batch = self.put_batch(*self._train_batch(0))
-            state = self.abstract_state()
-            return jax.jit(self._step, donate_argnums=0).lower(state, *batch)
+            shape = self.config.batch, self.config.seq_len
+            where = NamedSharding(self.mesh, _TOKENS)
+            batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+            step = jax.jit(self._step, donate_argnums=0)
+            return step.lower(self.abstract_state(), batch, batch)
 
     @functools.cached_property
     def compiled(self) -> jax.stages.Compiled:
@@ -188,13 +190,12 @@ class Trainer:
         return dict(zip(("arguments", "temporaries"), sizes))
 
     def _train_batch(self, step: int):
-        config = self.config
         return data.train_batch(
             self.corpus,
-            seed=config.seed,
+            seed=self.config.seed,
             step=step,
-            batch=config.batch,
-            seq_len=config.seq_len,
+            batch=self.config.batch,
+            seq_len=self.config.seq_len,
         )
 
     def run(
@@ -211,12 +212,11 @@ class Trainer:
         Returns:
           The last state.
         """
-        step_fn = self.compiled
         with jax.set_mesh(self.mesh):
             for step in range(first_step, self.config.steps):
                 start = time.perf_counter()
                 batch = self.put_batch(*self._train_batch(step))
-                state, metrics = step_fn(state, *batch)
+                state, metrics = self.compiled(state, *batch)
                 metrics = jax.device_get(metrics)
                 record = StepRecord(
                     step=step,

@@ -18,6 +18,7 @@ from jax_ulysses.dispatch import Implementation
 from jax_ulysses.local_attention import AttentionFn
 
 from .attention import UlyssesAttention
+from .backward_order import weights_first
 from .presets import ModelConfig
 
 
@@ -41,7 +42,8 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """Applies the layer to every token."""
         gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+        down, hidden = weights_first(self.down, jax.nn.silu(gate) * up)
+        return down(hidden)
 
 
 class Block(nnx.Module):
@@ -86,7 +88,8 @@ class Block(nnx.Module):
     def __call__(self, x: Float[Array, "B S D"], **attention) -> Float[Array, "B S D"]:
         """Applies the layer; keywords go to the attention."""
         x = x + self.attention(self.attention_norm(x), **attention)
-        return x + self.ffn(self.ffn_norm(x))
+        ffn, normed = weights_first(self.ffn, self.ffn_norm(x))
+        return x + ffn(normed)
 
 
 class Transformer(nnx.Module):

@@ -28,7 +28,7 @@ def abstract_gpu_mesh(
 
 @contextlib.contextmanager
 def dry_group(
-    mesh: AbstractMesh,
+    mesh: AbstractMesh | Mesh,
     axis_name: AxisName = "cp",
     *,
     workspace_bytes: int = group.DEFAULT_WORKSPACE_BYTES["cuda"],
@@ -37,10 +37,12 @@ def dry_group(
     """Stands in for ``initialize`` while programs are traced for GPUs.
 
     Selection then takes ``cuda`` for what its kernels can do, and the program can
-    be lowered with ``lowering_platforms=("cuda",)``, but not run.
+    be lowered with ``lowering_platforms=("cuda",)``, or compiled for devices that
+    only describe a machine, but not run.
 
     Args:
-      mesh: abstract mesh, as from ``abstract_gpu_mesh``.
+      mesh: abstract mesh, as from ``abstract_gpu_mesh``, or one of the devices of a
+        ``jax.experimental.topologies`` description.
       axis_name: context-parallel mesh axis, or a tuple of axes, major first.
       workspace_bytes: as in ``initialize``.
       sm_budget: as in ``initialize``.
