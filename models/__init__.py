@@ -6,6 +6,7 @@ small decoder built around it, and ``python -m jax_ulysses.models.train`` trains
 """
 
 from .attention import UlyssesAttention
+from .backward_order import weights_first
 from .presets import ModelConfig, Preset, get_preset, preset_names
 from .transformer import Transformer, next_token_loss
 
@@ -17,4 +18,5 @@ __all__ = [
     "get_preset",
     "next_token_loss",
     "preset_names",
+    "weights_first",
 ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_ulysses.models.backward_order import weights_first
+from jax_ulysses.models import weights_first
 from jax_ulysses.models.transformer import SwiGLU
 
 
@@ -87,3 +87,28 @@ def test_the_feed_forward_layer_orders_its_second_product():
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(state, x).jaxpr
     (barrier,) = _barriers(jaxpr)
     assert {v.aval.shape for v in barrier.invars} == {(24, 8), (1, 4, 24)}
+
+
+def test_what_has_no_gradient_goes_through():
+    weights = {
+        "kernel": jax.random.normal(jax.random.key(1), (8, 6)),
+        "columns": jnp.arange(3),
+        "key": jax.random.key(2),
+    }
+    x = jax.random.normal(jax.random.key(3), (4, 8))
+
+    def loss(weights, x, ordered):
+        if ordered:
+            weights, x = weights_first(weights, x)
+        y = (x @ weights["kernel"])[:, weights["columns"]]
+        return jnp.sum(y * jax.random.normal(weights["key"], y.shape))
+
+    gradient = jax.grad(loss, (0, 1), allow_int=True)
+    expected, found = (
+        jax.tree.leaves(gradient(weights, x, ordered)) for ordered in (False, True)
+    )
+    assert len(found) == 4
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype
+        if mine.dtype != jax.dtypes.float0:
+            np.testing.assert_array_equal(mine, theirs)
