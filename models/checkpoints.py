@@ -49,7 +49,11 @@ class Checkpoints:
         self._processes = processes
         self._saves = 0
         if processes.main:
-            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                # Such as a full disk, or a file system that cannot be asked before.
+                raise ConfigError(f"{folder} cannot be made: {error}") from error
         processes.wait("folder of checkpoints")
         meeting = ocp.options.MultiprocessingOptions()
         if processes.count > 1:

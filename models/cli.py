@@ -152,6 +152,8 @@ def parse(argv: list[str] | None, processes: int = 1) -> Options:
     nearest = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"--out {out}: {nearest} is a file; it must be a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: {nearest} cannot be written to")
     return Options(config=config, out=out, saved=saved, parity=args.parity)
 
 

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import sys
@@ -79,7 +80,14 @@ class Metrics:
 
 
 def _line(record: StepRecord) -> str:
-    return json.dumps(dataclasses.asdict(record)) + "\n"
+    # JSON has no NaN, which the loss of a run that diverges is.
+    values = dataclasses.asdict(record).items()
+    return json.dumps({k: v if math.isfinite(v) else None for k, v in values}) + "\n"
+
+
+def _record(line: str) -> StepRecord:
+    values = json.loads(line).items()
+    return StepRecord(**{k: math.nan if v is None else v for k, v in values})
 
 
 def _read(path: pathlib.Path) -> list[StepRecord]:
@@ -92,8 +100,8 @@ def _read(path: pathlib.Path) -> list[StepRecord]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            records.append(StepRecord(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+            records.append(_record(line))
+        except (ValueError, TypeError, AttributeError) as error:
             if number < len(lines):
                 raise ConfigError(f"{path}:{number} is no record: {error}") from error
             # A kill or a full disk may end a run in the middle of a line.

@@ -91,6 +91,24 @@ def test_out_is_no_file_and_not_below_one(below, tmp_path, capsys):
     )
 
 
+def test_a_folder_that_cannot_be_written_to(tmp_path, capsys, monkeypatch):
+    # Root may write anywhere, so the answer is made up.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    out = tmp_path / "runs" / "a"
+    assert main(["--out", str(out), "--data", "/no/such/text"]) == 2
+    assert capsys.readouterr().err == (
+        f"error: --out {out}: {tmp_path} cannot be written to\n"
+    )
+
+
+def test_a_folder_that_cannot_be_made(capsys):
+    out = "/proc/no/such/folder"
+    settings = ["--preset", "tiny", "--dp", "1", "--cp", "1", "--steps", "1"]
+    assert main([*settings, "--no-parity", "--out", out]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {out}/checkpoints cannot be made: [Errno 2] ")
+
+
 def test_a_run_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "checkpoints" / "50").mkdir(parents=True)
     assert main(["--out", str(tmp_path)]) == 2

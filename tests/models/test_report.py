@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The history of a run survives what may end the run."""
 
+import json
+import math
 import pathlib
 
 import pytest
@@ -49,6 +51,32 @@ def test_a_cut_last_line_is_left_out(path, rest, capsys):
     again = Metrics(path, 5)
     again.close()
     assert again.records == metrics.records
+
+
+def test_losses_that_are_no_numbers_are_null(path):
+    metrics = Metrics(path, 4)
+    for step, loss in ((4, math.nan), (5, math.inf)):
+        metrics.add(StepRecord(step=step, loss=loss, grad_norm=1.0, seconds=0.5))
+    metrics.close()
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    lines = path.read_text().splitlines()
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [r["loss"] for r in records[3:]] == [1.0, None, None]
+    again = Metrics(path, 6)
+    again.close()
+    assert again.records[:4] == [_record(step) for step in range(4)]
+    assert [math.isnan(r.loss) for r in again.records[4:]] == [True, True]
+    assert path.read_text().splitlines() == lines
+
+
+@pytest.mark.parametrize("line", ["[]", "7", "null"])
+def test_a_line_of_other_json_is_no_record(path, line):
+    path.write_text(f"{line}\n" + path.read_text())
+    with pytest.raises(ConfigError, match="metrics.jsonl:1 is no record"):
+        Metrics(path, 4)
 
 
 def test_another_line_that_is_no_record(path):
