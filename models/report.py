@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from .config import ConfigError
 
@@ -86,8 +87,11 @@ def _line(record: StepRecord) -> str:
 
 
 def _record(line: str) -> StepRecord:
-    values = json.loads(line).items()
-    return StepRecord(**{k: math.nan if v is None else v for k, v in values})
+    values: dict[str, Any] = json.loads(line)
+    for name in values:
+        if values[name] is None:
+            values[name] = math.nan
+    return StepRecord(**values)
 
 
 def _read(path: pathlib.Path) -> list[StepRecord]:
@@ -101,7 +105,7 @@ def _read(path: pathlib.Path) -> list[StepRecord]:
     for number, line in enumerate(lines, 1):
         try:
             records.append(_record(line))
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError) as error:
             if number < len(lines):
                 raise ConfigError(f"{path}:{number} is no record: {error}") from error
             # A kill or a full disk may end a run in the middle of a line.
