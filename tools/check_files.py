@@ -34,7 +34,6 @@ LONG_FILES: dict[str, str] = {
     "tests/operators/test_fuzz.py": "generators of both searches share their shapes",
     "tests/operators/test_projections.py": "cases over one oracle",
     "tests/operators/test_refusals.py": "one case per refusal",
-    "tests/operators/test_split.py": "cases over one setup, and one per refusal",
     "tests/operators/test_transforms.py": "one case per transformation of JAX",
 }
 
