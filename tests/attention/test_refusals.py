@@ -151,7 +151,9 @@ def test_rope_needs_pairs():
         _trace(LayerCase(rope_theta=0, causal=False))
 
 
-@pytest.mark.parametrize("wrong", [{"heads": 8.0}, {"kv_heads": "2"}])
+@pytest.mark.parametrize(
+    "wrong", [{"heads": 8.0}, {"kv_heads": "2"}, {"kv_heads": True}]
+)
 def test_head_counts_are_whole_numbers(wrong):
     ((name, value),) = wrong.items()
     case = LayerCase(causal=False)

@@ -81,6 +81,12 @@ SHAPE_ERRORS = {
         r"2P chunks.* x has T=3 with P=4",
     ),
     "no heads": (lambda x, w: qkv(x, w, n=0), (X, W), r"N=0.*at least 1"),
+    "no kv heads": (lambda x, w: qkv(x, w, k=0), (X, W), r"K=0.*at least 1"),
+    "q heads": (
+        lambda x, w: ju.q_proj_a2a(x, w, axis_name="cp", num_heads=2),
+        (X, (6, 24)),
+        r"N=2.*P=4.*N must be a multiple of P, but 2 % 4 = 2",
+    ),
     "scatter rank": (scatter, (X,), r"x must have shape \[B, T, N, H\], got"),
     "scatter heads": (
         scatter,
@@ -114,6 +120,16 @@ SHAPE_ERRORS = {
         out,
         ((2, 60, 2, 3), (24, 6)),
         r"a has S=15 tokens, which P=4 ranks cannot share",
+    ),
+    "x empty, out": (
+        lambda x, w: ju.a2a_proj(x, w, axis_name="cp"),
+        ((2, 0, 2, 3), (24, 6)),
+        r"x is empty: shape \(2, 0, 2, 3\)",
+    ),
+    "no features": (
+        lambda x, w: ju.a2a_proj(x, w, axis_name="cp"),
+        ((2, 0, 6), (24, 6)),
+        r"x is empty: shape \(2, 0, 6\)",
     ),
     "features": (
         lambda x, w: ju.a2a_proj(x, w, axis_name="cp"),
