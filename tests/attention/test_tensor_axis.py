@@ -77,6 +77,11 @@ def test_a_bias_that_is_split():
         _trace({"b_out": P("tp")}, {"b_out": (2 * D_MODEL,)})
 
 
+def test_a_bias_that_would_be_broadcast():
+    with pytest.raises(ValueError, match=r"b_out must have shape \(12,\), got \(1,\)"):
+        _trace(shapes={"b_out": (1,)})
+
+
 def test_a_bias_of_another_dtype():
     with pytest.raises(ValueError, match="b_out has dtype bfloat16 but x has float32"):
         _trace(b_out_dtype="bfloat16")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings: from the environment, inside a ``with`` block, and wrong ones."""
 
+import os
+
 import pytest
 
 import jax_ulysses as ju
@@ -34,6 +36,7 @@ def test_settings_restore_after_an_error_and_nest():
         {"deadline_s": "soon"},
         {"reductions": "nccl"},
         {"comm_ctas": -1},
+        {"comm_ctas": 1.5},
     ],
 )
 def test_wrong_settings(wrong):
@@ -57,6 +60,26 @@ def test_environment(text, match, monkeypatch):
     monkeypatch.setenv("JAX_ULYSSES_IMPLEMENTATION", "xla")
     monkeypatch.setenv("JAX_ULYSSES_DEADLINE_S", "2.5")
     assert config._from_environment() == config.Config("xla", 2.5)
+    monkeypatch.setenv("JAX_ULYSSES_IMPLEMENTATION", "")
+    assert config._from_environment() == config.Config(None, 2.5)
     monkeypatch.setenv("JAX_ULYSSES_DEADLINE_S", text)
     with pytest.raises(ValueError, match=match):
+        config._from_environment()
+
+
+def test_environment_of_switches(monkeypatch):
+    from jax_ulysses import config
+
+    for name in list(os.environ):
+        if name.startswith("JAX_ULYSSES_"):
+            monkeypatch.delenv(name)
+    assert config._from_environment() == config.Config(None, 30.0, True, "auto", 0)
+    monkeypatch.setenv("JAX_ULYSSES_COLLECTIVE_CALLS", "0")
+    monkeypatch.setenv("JAX_ULYSSES_REDUCTIONS", "heap")
+    assert config._from_environment() == config.Config(None, 30.0, False, "heap", 0)
+    monkeypatch.setenv("JAX_ULYSSES_REDUCTIONS", "nccl")
+    with pytest.raises(ValueError, match="environment.*reductions='nccl'"):
+        config._from_environment()
+    monkeypatch.setenv("JAX_ULYSSES_COLLECTIVE_CALLS", "no")
+    with pytest.raises(ValueError, match="CALLS='no' must be 0 or 1"):
         config._from_environment()
