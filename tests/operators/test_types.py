@@ -143,3 +143,17 @@ def test_an_axis_of_one_rank_that_is_not_manual():
         ValueError, match=r"axes \['cp'\] are not manual.*P\(None, 'cp'"
     ):
         jax.eval_shape(mapped, abstract(mesh, (2, 4, 4, 2), spec=spec))
+
+
+def test_another_axis_of_one_rank_need_not_be_manual():
+    """XLA has nothing to gather over it."""
+    mesh = jax.make_mesh((2, 1), ("cp", "tp"), devices=jax.devices()[:2])
+    mapped = jax.shard_map(
+        lambda x: ju.scatter_heads(x, "cp"),
+        mesh=mesh,
+        in_specs=P(None, "cp"),
+        out_specs=P(None, None, "cp"),
+        axis_names={"cp"},
+    )
+    operand = abstract(mesh, (2, 4, 4, 2), spec=P(None, "cp"))
+    assert jax.eval_shape(mapped, operand).shape == (2, 4, 4, 2)
