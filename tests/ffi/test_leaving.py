@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaving a group of several processes when not everything is in order.
+"""Making and leaving a group of several processes when not everything is in order.
 
 With stand-ins for the other processes and for the kernels.
 """
 
+import dataclasses
 import itertools
 import logging
 import subprocess
 import time
 import types
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -175,3 +177,48 @@ def test_an_interrupted_initialize_leaves_nothing_behind(
         heaps.create(_plan(), "cuda")
     what = [name for name, _ in targets.done]
     assert what == (["connect", "close"] if connecting else ["close", "destroy"])
+
+
+class _Together(_Alone):
+    """The partner comes, and asks for the same but for ``differs``."""
+
+    differs: ClassVar = {}
+    step = 0
+
+    def exchange(self, produce):
+        self.step += 1
+        value = produce()
+        return [value, value | self.differs if self.step == 1 else value]
+
+
+@pytest.fixture
+def differs(targets, monkeypatch):
+    monkeypatch.setattr(heaps, "Rendezvous", _Together)
+    monkeypatch.setattr(_Together, "differs", {"devices": ["of the other"]})
+    return _Together.differs
+
+
+def test_processes_take_one_session_that_is_new_to_all(differs):
+    """It is part of the compiled program, which must be the same everywhere."""
+    differs["session"] = theirs = next(heaps._sessions) + 7
+    session, _, plan = heaps.create(_plan(), "cuda")
+    assert heaps._watchdog.forget(session) == []
+    assert (session, plan.ranks_per_device, plan.sm_budget) == (theirs, 1, 0)
+    assert next(heaps._sessions) > theirs
+
+
+def test_processes_that_ask_for_different_heaps(differs, targets):
+    differs["plan"] = [["cp"], 2, 2048, 2, 1000, 0, 0]
+    with pytest.raises(RuntimeError, match="what initialize was asked for differs"):
+        heaps.create(_plan(), "cuda")
+    assert targets.done == []
+
+
+@pytest.mark.parametrize(("asked", "given"), [(0, 62), (30, 30)])
+def test_ranks_that_share_a_device_share_its_processors(differs, asked, given):
+    differs["devices"] = ["0"]  # The stand-in's first.
+    plan = dataclasses.replace(_plan(), sm_budget=asked)
+    plan.mesh.local_devices[0].core_count = 132
+    session, _, plan = heaps.create(plan, "cuda")
+    heaps._watchdog.forget(session)
+    assert (plan.ranks_per_device, plan.sm_budget) == (2, given)

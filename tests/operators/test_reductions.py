@@ -13,7 +13,7 @@ import jax_ulysses as ju
 from jax_ulysses import group, report
 from tests.helpers import hlo
 from tests.helpers.projection_cases import Case
-from tests.helpers.worlds import world
+from tests.helpers.worlds import World, world
 
 WORKSPACE_BYTES = 1 << 20
 BOTH = ("dp", "cp")
@@ -113,6 +113,32 @@ def test_auto_takes_xla_unless_ranks_share_a_device(w, monkeypatch):
 def test_one_group_for_both_axes_is_preferred(w):
     ju.initialize(w.mesh, BOTH, WORKSPACE_BYTES)
     assert _count(w, reductions="heap") == (1, 0)
+
+
+def test_an_axis_of_one_rank_has_nothing_to_sum():
+    """No group is needed along it and no collective of XLA; only the type changes."""
+    shape, axes = (2, 2, 1), ("dp", "cp", "tp")
+    mesh = jax.make_mesh(shape, axes, devices=jax.devices()[:4])
+    found = World("dp2cp2tp1", mesh)
+    x = np.random.default_rng(2).standard_normal((2, 2, 5)).astype(np.float32)
+    total = x.sum((0, 1))
+
+    def loss(x):
+        return jnp.sum(jnp.sin(ju.psum(x, axes, via="heap")))
+
+    for axis in BOTH:
+        ju.initialize(mesh, axis, WORKSPACE_BYTES)
+    try:
+        spec = P("dp", "cp", "tp")
+        value, text = _compile(found, loss, (spec,), P(), x)
+        np.testing.assert_allclose(value, np.sin(total).sum(), rtol=1e-5)
+        assert text.fused.total() == 2
+        assert not text.count
+        gradient, _ = _compile(found, jax.grad(loss), (spec,), spec, x)
+        expected = np.broadcast_to(np.cos(total), x.shape)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+    finally:
+        ju.finalize()
 
 
 def test_gradients_of_replicated_weights_go_over_the_heap(w, monkeypatch):
