@@ -6,9 +6,12 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 import subprocess
 import threading
 import time
+
+import pytest
 
 from jax_ulysses import heaps, liveness
 from jax_ulysses.testing import run_ranks
@@ -91,6 +94,44 @@ def test_liveness():
     child.wait()
     assert again.ended
     assert liveness.find(child.pid, 1, [2]) is None
+
+
+def test_a_program_may_have_any_name(tmp_path):
+    """Such as one that looks like more fields of the process table."""
+    program = tmp_path / "a) Z 1"
+    shutil.copy(shutil.which("sleep"), program)
+    child = subprocess.Popen([program, "60"])
+    process = liveness.find(child.pid, 1, [1])
+    assert not process.ended
+    child.kill()
+    child.wait()
+    assert process.ended
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"), [(ProcessLookupError, True), (PermissionError, False)]
+)
+def test_a_process_that_cannot_be_read(monkeypatch, error, ended):
+    """It may vanish between opening and reading; not being allowed says nothing."""
+    process = liveness.find(os.getpid(), 0, [0])
+
+    def fail(pid):
+        raise error
+
+    monkeypatch.setattr(liveness, "_stat", fail)
+    assert process.ended is ended
+
+
+def test_watchdog_starts_again(caplog):
+    watchdog = Watchdog()
+    for text in ("rank 1 waited", "rank 2 waited"):
+        watchdog.watch(3, lambda _, text=text: {"closed": [text]}, no_death)
+        end = time.monotonic() + 5
+        while text not in caplog.messages and time.monotonic() < end:
+            time.sleep(0.02)
+        # Before it is forgotten, which would log it, too.
+        assert text in caplog.messages
+        watchdog.forget(3)
 
 
 def test_a_fault_that_comes_with_a_death_is_logged_too(caplog):
