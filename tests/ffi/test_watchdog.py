@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import pathlib
-import shutil
 import subprocess
 import threading
 import time
@@ -99,12 +98,12 @@ def test_liveness():
 def test_a_program_may_have_any_name(tmp_path):
     """Such as one that looks like more fields of the process table."""
     program = tmp_path / "a) Z 1"
-    shutil.copy(shutil.which("sleep"), program)
-    child = subprocess.Popen([program, "60"])
-    process = liveness.find(child.pid, 1, [1])
-    assert not process.ended
-    child.kill()
-    child.wait()
+    program.write_text("#!/bin/sh\nread -r line\n")
+    program.chmod(0o700)
+    with subprocess.Popen([program], stdin=subprocess.PIPE) as child:
+        process = liveness.find(child.pid, 1, [1])
+        assert not process.ended
+        child.kill()
     assert process.ended
 
 
