@@ -114,8 +114,9 @@ def test_groups_come_and_go_without_leaking():
     cycle(30)
     before = _resident_bytes()
     cycle(150)
-    # Had each cycle leaked one heap of one device, this would be 150 MiB or more.
-    assert _resident_bytes() - before < 64 << 20
+    # Had each cycle leaked one heap of one device, this would be 57 MiB: its control
+    # words, as nothing touches the slots.
+    assert _resident_bytes() - before < 32 << 20
 
 
 @host_only
