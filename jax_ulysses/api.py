@@ -37,7 +37,8 @@ def scatter_heads(
     Raises:
       ValueError: wrong shape, heads that P cannot divide, a replicated operand, or
         a call outside a fully manual ``shard_map`` with ``check_vma=True``.
-      NotImplementedError: the implementation named cannot do this call.
+      NotImplementedError: the implementation named cannot do this call; of several
+        names, an ExceptionGroup with the reason of each.
     """
     axes, num_ranks = _enter("scatter_heads", axis_name)
     order = TokenOrder(token_order)
@@ -75,7 +76,8 @@ def gather_heads(
       ValueError: wrong shape, S not divisible by P (2P for zigzag), a replicated
         operand, or a call outside a fully manual ``shard_map`` with
         ``check_vma=True``.
-      NotImplementedError: the implementation named cannot do this call.
+      NotImplementedError: the implementation named cannot do this call; of several
+        names, an ExceptionGroup with the reason of each.
     """
     axes, num_ranks = _enter("gather_heads", axis_name)
     order = TokenOrder(token_order)
@@ -125,7 +127,8 @@ def qkv_proj_a2a(
     Raises:
       ValueError: shapes, dtypes or head counts that do not fit, or a call outside a
         fully manual ``shard_map`` with ``check_vma=True``.
-      NotImplementedError: the implementation named cannot do this call.
+      NotImplementedError: the implementation named cannot do this call; of several
+        names, an ExceptionGroup with the reason of each.
     """
     axes, num_ranks = _enter("qkv_proj_a2a", axis_name)
     spec.check_query_heads(num_heads, num_kv_heads, num_ranks)
@@ -218,7 +221,8 @@ def a2a_out_proj(
     Raises:
       ValueError: shapes or dtypes that do not fit, or a call outside a fully manual
         ``shard_map`` with ``check_vma=True``.
-      NotImplementedError: the implementation named cannot do this call.
+      NotImplementedError: the implementation named cannot do this call; of several
+        names, an ExceptionGroup with the reason of each.
     """
     axes, num_ranks = _enter("a2a_out_proj", axis_name)
     spec.check_rank("a", a.shape, "B S N/P H")

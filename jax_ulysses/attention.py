@@ -96,7 +96,8 @@ def ulysses_attention(
       padding_mask: [B, T] bool, False for padding: hidden as a key, and its output
         is zero before the output projection.
       cross_kv: keys and values [B, L, K, H], the same on every rank of the axis;
-        queries attend to them alone. Taken as they are, without ``k_norm``.
+        queries attend to them alone. Taken as they are, without ``k_norm``. Needs
+        ``causal=False``, and no window, segments or ``joint_kv``.
       joint_kv: likewise, attended to beside the sequence by every token.
       norm_epsilon: of the QK-norm.
       tensor_axis: mesh axis over which heads of the weights are split, and x is
@@ -104,7 +105,7 @@ def ulysses_attention(
       token_order: tokens that a sequence shard holds.
       attention_fn: function (query [B,S,n,H], key, value, **features) -> [B,S,n,H];
         features are keywords of ``jax_ulysses.local_attention.local_attention``,
-        given only when in use. None for ``jax.nn.dot_product_attention``.
+        given only when in use. None for that function itself.
       implementation: of the fused operators.
 
     Returns:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 # Values of ``Config.reductions``.
 REDUCTIONS = ("auto", "xla", "heap")
@@ -16,8 +16,9 @@ class Config:
     """Settings that a user may change at run time.
 
     Attributes:
-      implementation: what ``implementation=None`` stands for; None takes the best
-        that can run. ``JAX_ULYSSES_IMPLEMENTATION``.
+      implementation: what ``implementation=None`` stands for, a name or a sequence
+        of names; None takes the best that can run. One name in
+        ``JAX_ULYSSES_IMPLEMENTATION``. Read when a program is traced.
       deadline_s: longest wait of one rank for another, in seconds, before the call
         ends with an error that names who was missing; 0 waits for ever. Read by
         ``initialize``. ``JAX_ULYSSES_DEADLINE_S``.
@@ -34,7 +35,7 @@ class Config:
         call; 0 takes as many as an NVLink needs. For tuning. Read by ``initialize``.
     """
 
-    implementation: str | None = None
+    implementation: str | Sequence[str] | None = None
     deadline_s: float = 30.0
     collective_calls: bool = True
     reductions: str = "auto"

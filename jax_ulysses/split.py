@@ -194,15 +194,15 @@ def qkv_proj_a2a_bwd_weight(
     Args:
       x: [B, T, D] of the forward call.
       dy: [B, T, C], second result of ``qkv_proj_a2a_bwd_input``.
-      accumulate_into: [D, C] main gradient, float32 or bfloat16 (or the dtype of x),
-        different on every rank. Donate it to the surrounding ``jax.jit``: the result
-        takes its place. Outside of ``shard_map`` lay the ranks' main gradients below
-        each other, [P*D, C] sharded over its rows; a leading axis [P, D, C] costs a
-        copy on CPUs.
+      accumulate_into: [D, C] main gradient, float32, bfloat16 or float64 (or the
+        dtype of x), different on every rank. Donate it to the surrounding
+        ``jax.jit``: the result takes its place. Outside of ``shard_map`` lay the
+        ranks' main gradients below each other, [P*D, C] sharded over its rows; a
+        leading axis [P, D, C] costs a copy on CPUs.
 
     Returns:
       x^T dy in float32 (float64 for float64), or accumulate_into + x^T dy in its
-      dtype, added in float32 and rounded once.
+      dtype, added in float32 (float64 if either is) and rounded once.
 
     Raises:
       ValueError: shapes or dtypes that do not fit, or a main gradient that is typed

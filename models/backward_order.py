@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 def weights_first[Weights](
     weights: Weights, x: Float[Array, "..."]
 ) -> tuple[Weights, Float[Array, "..."]]:
-    """Returns both as they are, with the order of their gradients fixed.
+    """Returns both, with the order of their gradients fixed.
 
     In the backward pass the gradients of the weights are finished before the one of
     ``x`` goes on to what came before. XLA's scheduler would rather put the GEMMs of
