@@ -146,7 +146,8 @@ class UlyssesAttention(nnx.Module):
 
         Args:
           x: [B, S, D] (inside ``shard_map``: [B, T, D]), tokens in ``token_order``.
-            Any S: it is padded to a multiple of P, masked and cut again.
+            Any S: it is padded to a multiple of P, masked and cut again. In zigzag
+            order, and inside ``shard_map``, it must fit.
           positions: [B, S] int for RoPE; None for true global positions.
           segment_ids: [B, S] int document ids; None for one document a row.
           padding_mask: [B, S] bool, False for padding.
