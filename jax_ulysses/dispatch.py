@@ -57,7 +57,7 @@ _taken: dict[str, dict[str, Any]] = {}
 
 
 def available_implementations() -> tuple[str, ...]:
-    """Names that ``implementation`` accepts, best first."""
+    """Names that ``implementation`` accepts; None takes "cuda" or "xla"."""
     return tuple(_BACKENDS)
 
 
@@ -103,7 +103,7 @@ def select(
     Args:
       request: the call.
       implementation: normalised argument; None stands for the configured default
-        or, without one, for all in order of speed.
+        or, without one, for "cuda", then "xla".
 
     Returns:
       The name, and for each one passed over its reason.
