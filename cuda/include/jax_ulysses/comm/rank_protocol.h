@@ -11,7 +11,7 @@
 //
 // A call, on every rank:
 //   protocol = RankProtocol(...)     reads the epoch of this call from the heap
-//   WaitSlotFree, PublishEntry       before anything of this epoch is written anywhere
+//   WaitSlotFree                     before anything of this epoch is written, also by PublishEntry
 //   any number of roles, each with a copy: WaitEntries, PublishTile/WaitTile,
 //       PublishPiece/WaitPieces/TakePieces
 //   Finish                           after all roles of the rank have ended
