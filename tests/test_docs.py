@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation is true: its code runs, its error messages are the real ones."""
 
+import functools
 import os
 import pathlib
 import re
@@ -129,6 +130,22 @@ def _other_device_order():
         jax_ulysses.finalize()
 
 
+def _vmapped():
+    mesh = jax.make_mesh((8,), ("cp",))
+    jax_ulysses.initialize(mesh, "cp")
+    one = functools.partial(
+        jax_ulysses.scatter_heads, axis_name="cp", implementation="host"
+    )
+    tokens, heads = P(None, None, "cp"), P(None, None, None, "cp")
+    call = jax.shard_map(jax.vmap(one), mesh=mesh, in_specs=tokens, out_specs=heads)
+    sharding = jax.NamedSharding(mesh, tokens)
+    x = jax.ShapeDtypeStruct((3, 1, 16, 8, 4), jnp.float32, sharding=sharding)
+    try:
+        jax.eval_shape(call, x)
+    finally:
+        jax_ulysses.finalize()
+
+
 def _dead_process():
     child = subprocess.Popen(["sleep", "60"])
     process = liveness.find(child.pid, 1, [1])
@@ -200,6 +217,7 @@ MESSAGES = {
             lambda x: jax_ulysses.scatter_heads(x, "cp", implementation="cuda")
         )
     ),
+    "vmap is only supported for the ffi_call primitive": _vmapped,
     "device order differs from the one given to initialize": _other_device_order,
     "ended without jax_ulysses.finalize()": _dead_process,
     "UlyssesAttention needs a mesh": _without_mesh,
