@@ -84,8 +84,9 @@ def initialize(
     Raises:
       TypeError: not a mesh.
       ValueError: the axis is not in the mesh, or a size that is not positive.
-      RuntimeError: already initialised along this axis with other arguments, or a
-        rank could not set up its heap; the text names the rank and the reason.
+      RuntimeError: already initialised along this axis with other arguments (or
+        another ``deadline_s`` or ``comm_ctas`` of ``settings``), or a rank could not
+        set up its heap; the text names the rank and the reason.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(f"initialize: mesh must be a jax.sharding.Mesh, not {mesh!r}.")
