@@ -66,14 +66,14 @@ def one_is_late(rank, late):
 
     def wait():
         if rank.index == late:
-            time.sleep(5)
+            time.sleep(8)
 
     heaps.FINALIZE_TIMEOUT_S = 2.0
     session, _, made = heaps.create(plan, "cuda")
     wait()
     heaps.destroy(session, made)
     kept = session not in targets.destroyed
-    heaps.Rendezvous = functools.partial(Rendezvous, timeout_s=1.0)
+    heaps.Rendezvous = functools.partial(Rendezvous, timeout_s=2.5)
     wait()
     failures = []
     for _ in range(10):
