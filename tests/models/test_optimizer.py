@@ -4,6 +4,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_ulysses.models import Transformer, UlyssesAttention, optimizer, presets
@@ -38,3 +39,15 @@ def test_matrices_of_a_model_and_nothing_else():
         assert mark != is_scale, name
     assert any(marks.values())
     assert not all(marks.values())
+
+
+def test_without_gradients_only_matrices_shrink(train_config):
+    params = {"scale": jnp.ones((2, 3)), "kernel": jnp.ones((2, 3))}
+    optimizer_ = optimizer.make_optimizer(train_config(steps=4))
+    state = optimizer_.init(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    # The learning rate of the very first step is zero.
+    for _ in range(2):
+        updates, state = optimizer_.update(zeros, state, params)
+    assert (updates["kernel"] < 0).all()
+    assert (updates["scale"] == 0).all()

@@ -229,3 +229,16 @@ def test_the_loss_counts_real_tokens_once():
     assert np.isclose(next_token_loss(logits, targets, mask), losses[:3].mean())
     nothing = next_token_loss(logits, targets, jnp.zeros((2, 2), bool))
     assert float(nothing) == 0
+
+
+def test_logits_of_a_bfloat16_model_are_float32(model_config, tokens):
+    """Not products that were rounded to bfloat16 before: neighbours would be equal."""
+    mesh = make_mesh(2, 4)
+    graph, params = _build(model_config, mesh, dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        logits = jax.jit(lambda p, t: nnx.merge(graph, p)(t))(
+            params, *_put(mesh, tokens)
+        )
+    assert logits.dtype == jnp.float32
+    rounded = logits.astype(jnp.bfloat16).astype(jnp.float32)
+    assert (rounded != logits).mean() > 0.9
