@@ -105,32 +105,38 @@ def test_copies_of_a_replicated_head_are_added_up_wide(implementation):
     np.testing.assert_array_equal(result, 258)
 
 
-def test_gradients_of_weights_are_summed_over_ranks_wide(implementation):
+def test_gradients_of_parameters_are_summed_over_ranks_wide(implementation):
     w = world(f"cp{RANKS}")
     name = implementation.on(w)
 
-    def call(x, weight, ct):
-        def project(weight):
+    def call(x, weight, bias, ct):
+        def project(weight, bias):
             return ju.q_proj_a2a(
-                x, weight, axis_name=w.axis, num_heads=HEADS, implementation=name
+                x, weight, bias, axis_name=w.axis, num_heads=HEADS, implementation=name
             )
 
-        _, back = jax.vjp(project, weight)
-        return back(ct)[0]
+        _, back = jax.vjp(project, weight, bias)
+        return back(ct)
 
     # One token of each rank counts: 256 of the first rank and 0.5 of each other one.
-    x = np.zeros((1, TOKENS, 3))
-    x[:, :: TOKENS // RANKS] = 0.5
-    x[:, 0] = 256
-    weight = np.zeros((3, HEADS * HEAD_DIM))
-    ct = np.ones((1, TOKENS, HEADS, HEAD_DIM))
-    specs = (w.tokens, P(), w.heads), P()
-    result = _run(w, call, specs, x, weight, ct)
-    np.testing.assert_array_equal(result, 258)
+    counts = np.zeros((1, TOKENS, 1))
+    counts[:, :: TOKENS // RANKS] = 0.5
+    counts[:, 0] = 256
+    columns = HEADS * HEAD_DIM
+    operands = (
+        np.ones((1, TOKENS, 3)),
+        np.zeros((3, columns)),
+        np.zeros(columns),
+        np.broadcast_to(counts[..., None], (1, TOKENS, HEADS, HEAD_DIM)),
+    )
+    specs = (w.tokens, P(), P(), w.heads), (P(), P())
+    for result in _run(w, call, specs, *operands):
+        np.testing.assert_array_equal(result, 258)
     # XLA widens sums of bfloat16 on CPUs by itself, so the program has to say it.
-    operands = [
-        w.abstract(a.shape, "bfloat16", s) for a, s in zip((x, weight, ct), specs[0])
+    given = [
+        w.abstract(a.shape, "bfloat16", s)
+        for a, s in zip(operands, specs[0], strict=True)
     ]
-    text = jax.jit(w.shard_map(call, *specs)).lower(*operands).as_text()
-    (summed,) = re.findall(r"all_reduce.*?\}\) : \(tensor<(\S+)>\)", text, re.DOTALL)
-    assert summed == f"3x{HEADS * HEAD_DIM}xf32"
+    text = jax.jit(w.shard_map(call, *specs)).lower(*given).as_text()
+    summed = re.findall(r"all_reduce.*?\}\) : \(tensor<(\S+)>\)", text, re.DOTALL)
+    assert sorted(summed) == [f"3x{columns}xf32", f"{columns}xf32"]
