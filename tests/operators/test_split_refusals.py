@@ -152,6 +152,11 @@ DTYPES = {
         {"accumulate_into": "float16"},
         "accumulate_into has dtype float16; main gradients are float32, bfloat16",
     ),
+    "main int32": (
+        QKV_WEIGHT,
+        {"accumulate_into": "int32"},
+        "accumulate_into has dtype int32; main gradients are float32, bfloat16",
+    ),
 }
 
 
