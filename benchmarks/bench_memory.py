@@ -13,27 +13,18 @@ import argparse
 import concurrent.futures
 import contextlib
 import os
-import pathlib
 from collections.abc import Iterator
 
-from bench_step import make_trainers
+from bench_step import add_cases, make_trainers
 from modes import MODES
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_cases(parser, "cuda,separate,xla")
     parser.add_argument("--ranks", default="2,4,8", help="P, one or several")
-    parser.add_argument("--geometries", default="llama3_8b,qwen25_14b,gpt_oss_d64")
-    parser.add_argument("--sequences", default="4096,16384,65536")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--attention", default="cudnn", help="local: xla or cudnn")
-    parser.add_argument("--implementations", default="cuda,separate,xla")
-    parser.add_argument("--native", default="cuda", help="host: without GPUs")
-    parser.add_argument("--workspace-mib", type=int, default=4096)
     parser.add_argument("--threads", type=int, help="compile so many at a time")
-    parser.add_argument("--out", type=pathlib.Path, help="result file to append to")
-    parser.add_argument("--commit", default="", help="noted in every row")
     return parser.parse_args(argv)
 
 
@@ -51,8 +42,10 @@ def stand_ins(args: argparse.Namespace, num_ranks: int) -> Iterator[list]:
     if args.native == "host":
         devices = jax.devices()[:num_ranks]
         ju.initialize(make_mesh(1, num_ranks, devices), "cp", workspace)
-        yield devices
-        ju.finalize()
+        try:
+            yield devices
+        finally:
+            ju.finalize()
         return
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology=f"1x1x{num_ranks}"

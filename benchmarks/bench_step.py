@@ -33,22 +33,27 @@ NO_EXCHANGE = "no exchange"
 UNMARKED = " unmarked"
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--devices", type=int, default=2, help="P, ranks")
+def add_cases(parser: argparse.ArgumentParser, implementations: str) -> None:
+    """Adds the options that say which steps; ``implementations`` is a default."""
     parser.add_argument("--geometries", default="llama3_8b,qwen25_14b,gpt_oss_d64")
     parser.add_argument("--sequences", default="4096,16384,65536")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--attention", default="cudnn", help="local: xla or cudnn")
-    parser.add_argument("--implementations", default="cuda,separate,pallas,xla")
+    parser.add_argument("--implementations", default=implementations)
     parser.add_argument("--native", default="cuda", help="host: without GPUs")
-    parser.add_argument("--modes", default="graph,overlap")
-    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--workspace-mib", type=int, default=4096)
-    parser.add_argument("--sm-budget", type=int, help="of each call (all)")
     parser.add_argument("--out", type=pathlib.Path, help="result file to append to")
     parser.add_argument("--commit", default="", help="noted in every row")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add_cases(parser, "cuda,separate,pallas,xla")
+    parser.add_argument("--devices", type=int, default=2, help="P, ranks")
+    parser.add_argument("--modes", default="graph,overlap")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--sm-budget", type=int, help="of each call (all)")
     parser.add_argument("--one-mode", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
